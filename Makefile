@@ -1,0 +1,24 @@
+.PHONY: test test-long demo clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+test-long: .venv/installed
+	$(BIN)/pytest -m long
+
+demo: .venv/installed
+	$(BIN)/python experiments/quickstart.py
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""The maths of stage 2: Fisher information and merging rules. Plain torch."""

@@ -1,0 +1,1 @@
+"""The metrics of the paper, as Avalanche metrics."""

@@ -1,0 +1,54 @@
+"""A pass over the data of the current experience that leaves no trace on the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from avalanche.benchmarks import OnlineCLExperience
+from avalanche.training.templates import SupervisedTemplate
+from torch.utils.data import DataLoader
+
+
+@contextmanager
+def experience_pass(
+    strategy: SupervisedTemplate, batch_size: int, n_samples: int | None = None, num_workers: int = 0
+) -> Iterator[Iterator[int]]:
+    """Forward passes over the experience's own training data, in random order, with eval transforms, in eval mode.
+
+    Each step of the iterator leaves a batch in ``strategy.mbatch`` and the model's answer in ``strategy.mb_output``,
+    so that ``strategy.criterion()`` is its loss, and yields the number of samples in it. Random state, modes of the
+    modules and the strategy's own batch are as before when the context ends.
+
+    :param n_samples: how many samples to draw, without replacement; all if None.
+    """
+    dataset = strategy.experience.dataset.eval()
+    modes = {module: module.training for module in strategy.model.modules()}
+    mbatch, mb_output = strategy.mbatch, strategy.mb_output
+
+    def forward_passes() -> Iterator[int]:
+        for strategy.mbatch in loader:
+            strategy._unpack_minibatch()
+            strategy.mb_output = strategy.forward()
+            yield len(strategy.mb_y)
+
+    with torch.random.fork_rng(devices=[]):
+        chosen = torch.randperm(len(dataset))[:n_samples].tolist()
+        loader = DataLoader(dataset, batch_size, sampler=chosen, collate_fn=dataset.collate_fn, num_workers=num_workers)
+        try:
+            strategy.model.eval()
+            yield forward_passes()
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            strategy.mbatch, strategy.mb_output = mbatch, mb_output
+
+
+def refuse_online(strategy: SupervisedTemplate, plugin: object) -> None:
+    """Raise a ValueError on online streams, where an 'experience' is a fragment of a task."""
+    if isinstance(strategy.experience, OnlineCLExperience):
+        raise ValueError(
+            f"{type(plugin).__name__} works on whole tasks, but got an online stream, which cuts each task into "
+            "small experiences; train on the benchmark's ordinary train stream instead"
+        )

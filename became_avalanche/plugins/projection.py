@@ -1,0 +1,263 @@
+"""The life cycle that all gradient projection plugins share."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+from avalanche.models import IncrementalClassifier, MultiHeadClassifier
+from avalanche.training.plugins import SupervisedPlugin
+from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor, nn
+
+from became_avalanche.plugins.passes import experience_pass, refuse_online
+from became_avalanche.subspace.layers import InputMatrix, LayerMap, as_rows, from_rows, map_layers, recorded_inputs
+
+HEADS = (MultiHeadClassifier, IncrementalClassifier)
+
+
+class GradientProjectionPlugin(SupervisedPlugin, ABC):
+    """Keeps the outputs of a model's layers on the inputs of earlier experiences where they are.
+
+    After each experience the method stores, per layer, which input directions matter (``update_memory``). In later
+    experiences it removes them from what the optimizer does to the layer's weight (``projector``).
+
+    Layers are found by module type: Linear and Conv1d/2d/3d. Task heads (``MultiHeadClassifier``,
+    ``IncrementalClassifier``) are left out. Parameters of normalisation layers are frozen after the first experience;
+    their running statistics keep updating, which is a source of drift.
+
+    The promise holds with any optimizer. Under plain SGD (no momentum, no weight decay) the gradient is projected;
+    under any other optimizer the update is, since momentum, weight decay and adaptive steps leave the subspace that
+    the gradient lies in. Optimizer state does not survive from one experience to the next.
+    """
+
+    def __init__(
+        self,
+        n_samples: int | None = 125,
+        *,
+        bias: Literal["freeze", "augment", "free"] = "freeze",
+        exclude: Sequence[str] = (),
+        strict: bool = False,
+    ) -> None:
+        """Init.
+
+        :param n_samples: training samples of each experience whose layer inputs enter the memory; None for all.
+        :param bias: what happens to the biases of protected layers after the first experience. "freeze" keeps them
+            fixed; "augment" protects them together with the weight, as the weight of a constant input 1; "free" lets
+            them train, unprotected.
+        :param exclude: names of modules to leave alone, with everything below them.
+        :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
+        """
+        super().__init__()
+        if n_samples is not None and n_samples < 1:
+            raise ValueError(f"n_samples must be at least 1, or None for all training samples; got {n_samples}")
+        if bias not in ("freeze", "augment", "free"):
+            raise ValueError(f"bias must be 'freeze', 'augment' or 'free'; got {bias!r}")
+        if isinstance(exclude, str):
+            raise ValueError(f"exclude takes a list of module names; got the string {exclude!r}, write [{exclude!r}]")
+        self.n_samples = n_samples
+        self.bias = bias
+        self.exclude = tuple(exclude)
+        self.strict = strict
+
+        self.experiences = 0
+        """Experiences in memory."""
+        self.memory: dict[str, dict[str, Tensor]] = {}
+        """What the method remembers of each layer: weight name -> name -> tensor."""
+
+        self._suspensions = 0
+        self._warned: set[str] = set()
+        self._layers: LayerMap
+        self._augmented: set[str]
+        self._guards: list[_Guard]
+        self._frozen: list[nn.Parameter]
+        self._in_gradient: bool
+        self._forget_experience()
+
+    @abstractmethod
+    def update_memory(self, name: str, inputs: InputMatrix) -> None:
+        """Take the inputs that the layer with weight ``name`` saw in the experience that ends into ``self.memory``."""
+
+    @abstractmethod
+    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+        """What to apply to the rows (groups, out, d) of a gradient or update of the weight ``name``."""
+
+    # ------------------------------------------------------------------------------------------------ public state
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which nothing is projected or frozen."""
+        self._suspensions += 1
+        try:
+            yield
+        finally:
+            self._suspensions -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory, as tensors and plain values."""
+        return {
+            "experiences": self.experiences,
+            "memory": {name: dict(tensors) for name, tensors in self.memory.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a memory that ``state_dict`` returned."""
+        if set(state) != {"experiences", "memory"}:
+            raise ValueError(f"not the state of a {type(self).__name__}: it has the keys {sorted(state)}")
+        self.experiences = state["experiences"]
+        self.memory = {name: dict(tensors) for name, tensors in state["memory"].items()}
+
+    # --------------------------------------------------------------------------------------------------- callbacks
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        refuse_online(strategy, self)
+        self._forget_experience()
+        self._layers = self._map_layers(strategy.model)
+        if self.bias == "augment":
+            self._augmented = _trainable_together(strategy.model, self._layers.biases)
+        strategy.make_optimizer(reset_optimizer_state=True)
+        self._in_gradient = _is_plain_sgd(strategy.optimizer)
+        if self.experiences == 0:
+            return
+        parameters = dict(strategy.model.named_parameters())
+        self._frozen = [parameters[name] for name in self._layers.normalisation]
+        for name, users in self._layers.protected.items():
+            guarded, bias = [parameters[name]], self._layers.biases.get(name)
+            if bias is not None and name in self._augmented:
+                guarded.append(parameters[bias])
+            elif bias is not None and self.bias != "free":
+                self._frozen.append(parameters[bias])
+            if name in self.memory:
+                self._store_like(name, parameters[name])
+                self._guards.append(_Guard(name, guarded, getattr(users[0], "groups", 1), self.projector(name)))
+
+    @torch.no_grad()
+    def before_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if self._suspensions:
+            return
+        for parameter in self._frozen:
+            parameter.grad = None  # every optimizer leaves a parameter without a gradient alone, its state included
+        for guard in self._guards:
+            if self._in_gradient:
+                guard.project_gradient()
+            else:
+                guard.note_start()
+
+    @torch.no_grad()
+    def after_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if self._suspensions or self._in_gradient:
+            return
+        for guard in self._guards:
+            guard.project_update()
+
+    @torch.no_grad()
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        layers = self._layers.protected
+        batch_size = max(strategy.train_mb_size, 128)  # the usual n_samples pass as one batch, as in the references
+        with (
+            experience_pass(strategy, batch_size, self.n_samples, kwargs.get("num_workers", 0)) as batches,
+            recorded_inputs(layers, ones=self._augmented) as inputs,
+        ):
+            for _ in batches:
+                pass
+        unseen = [name for name, users in layers.items() if name not in inputs and users[0].weight.grad is not None]
+        self._complain(unseen, "were trained but never called as modules, so their inputs are unknown")
+        for name, matrix in inputs.items():
+            self.update_memory(name, matrix)
+            self._store_like(name, layers[name][0].weight)
+        self.experiences += 1
+        self._forget_experience()
+
+    # ----------------------------------------------------------------------------------------------------- details
+
+    def _forget_experience(self) -> None:
+        self._layers = LayerMap()
+        self._augmented = set()
+        self._guards = []
+        self._frozen = []
+        self._in_gradient = True
+
+    def _store_like(self, name: str, weight: Tensor) -> None:
+        """Keep the memory of a layer in the dtype and on the device of its weight."""
+        self.memory[name] = {key: tensor.to(weight) for key, tensor in self.memory[name].items()}
+
+    def _map_layers(self, model: nn.Module) -> LayerMap:
+        modules = dict(model.named_modules())
+        for name in self.exclude:
+            if name not in modules:
+                close = get_close_matches(name, modules, n=1) or [", ".join(filter(None, modules))]
+                raise ValueError(f"exclude names {name!r}, which the model does not have; did you mean {close[0]}?")
+        heads = [name for name, module in modules.items() if isinstance(module, HEADS)]
+        layers = map_layers(model, skip=[*heads, *self.exclude])
+        self._complain(layers.unprotectable, "have parameters of a kind that cannot be protected")
+        if not layers.protected:
+            raise ValueError(
+                f"{type(self).__name__} found nothing to protect in {type(model).__name__}: it has no Linear or Conv "
+                "layer outside its task heads and the excluded modules"
+            )
+        return layers
+
+    def _complain(self, names: list[str], what: str) -> None:
+        """Say once of each name that it is not protected."""
+        fresh = [name for name in names if name not in self._warned]
+        if not fresh:
+            return
+        message = f"{', '.join(fresh)} {what}: {type(self).__name__} lets them train freely"
+        if self.strict:
+            raise ValueError(f"{message}; exclude them, or leave out strict=True to accept this")
+        self._warned.update(fresh)
+        warnings.warn(f"{message}; name them in exclude to silence this", stacklevel=3)
+
+
+class _Guard:
+    """One protected weight, with its bias if that is protected too, during an experience."""
+
+    def __init__(
+        self, name: str, parameters: list[nn.Parameter], groups: int, project: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.parameters, self.groups, self.project = parameters, groups, project
+        self.start: list[Tensor] = []
+        try:
+            self._projected([parameter.detach() for parameter in parameters])
+        except RuntimeError as error:
+            raise ValueError(
+                f"the memory of {name} does not fit its weight of shape {tuple(parameters[0].shape)}: the layer has "
+                "changed its inputs, or the memory comes from another model or another setting of bias"
+            ) from error
+
+    def project_gradient(self) -> None:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if len(gradients) == len(self.parameters):
+            for gradient, projected in zip(gradients, self._projected(gradients), strict=True):
+                gradient.copy_(projected)
+
+    def note_start(self) -> None:
+        used = all(parameter.grad is not None for parameter in self.parameters)
+        self.start = [parameter.detach().clone() for parameter in self.parameters] if used else []
+
+    def project_update(self) -> None:
+        if self.start:
+            updates = [parameter - start for parameter, start in zip(self.parameters, self.start, strict=True)]
+            for parameter, start, update in zip(self.parameters, self.start, self._projected(updates), strict=True):
+                parameter.copy_(start + update)
+
+    def _projected(self, tensors: list[Tensor]) -> list[Tensor]:
+        return from_rows(self.project(as_rows(tensors, self.groups)), tensors)
+
+
+def _trainable_together(model: nn.Module, biases: dict[str, str]) -> set[str]:
+    """The weights that train together with their bias."""
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {weight for weight, bias in biases.items() if {weight, bias} <= trainable}
+
+
+def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is exactly ``-lr * gradient``, so that a projected gradient is a projected update."""
+    return type(optimizer) is torch.optim.SGD and not any(
+        group["momentum"] or group["weight_decay"] or group["nesterov"] for group in optimizer.param_groups
+    )

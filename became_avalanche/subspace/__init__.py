@@ -1,0 +1,1 @@
+"""The maths of stage 1: input subspaces. Plain torch."""
