@@ -13,7 +13,7 @@ test-long: .venv/installed
 	$(BIN)/pytest -m long
 
 demo: .venv/installed
-	$(BIN)/python experiments/quickstart.py
+	PYTHONWARNINGS='ignore:no QP solver found on your system' $(BIN)/python experiments/quickstart.py
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

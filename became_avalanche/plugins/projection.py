@@ -75,7 +75,6 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         self._layers: LayerMap
         self._augmented: set[str]
         self._guards: list[_Guard]
-        self._frozen: list[nn.Parameter]
         self._in_gradient: bool
         self._forget_experience()
 
@@ -114,8 +113,10 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
 
     # --------------------------------------------------------------------------------------------------- callbacks
 
-    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+    def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         refuse_online(strategy, self)
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._forget_experience()
         self._layers = self._map_layers(strategy.model)
         if self.bias == "augment":
@@ -125,23 +126,22 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         if self.experiences == 0:
             return
         parameters = dict(strategy.model.named_parameters())
-        self._frozen = [parameters[name] for name in self._layers.normalisation]
+        frozen = list(self._layers.normalisation)
         for name, users in self._layers.protected.items():
             guarded, bias = [parameters[name]], self._layers.biases.get(name)
             if bias is not None and name in self._augmented:
                 guarded.append(parameters[bias])
             elif bias is not None and self.bias != "free":
-                self._frozen.append(parameters[bias])
+                frozen.append(bias)
             if name in self.memory:
                 self._store_like(name, parameters[name])
                 self._guards.append(_Guard(name, guarded, getattr(users[0], "groups", 1), self.projector(name)))
+        self._guards += [_Guard(name, [parameters[name]], 1, torch.zeros_like) for name in frozen]
 
     @torch.no_grad()
     def before_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self._suspensions:
             return
-        for parameter in self._frozen:
-            parameter.grad = None  # every optimizer leaves a parameter without a gradient alone, its state included
         for guard in self._guards:
             if self._in_gradient:
                 guard.project_gradient()
@@ -179,7 +179,6 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         self._layers = LayerMap()
         self._augmented = set()
         self._guards = []
-        self._frozen = []
         self._in_gradient = True
 
     def _store_like(self, name: str, weight: Tensor) -> None:
@@ -215,7 +214,10 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
 
 
 class _Guard:
-    """One protected weight, with its bias if that is protected too, during an experience."""
+    """One protected weight, with its bias if that is protected too, during an experience.
+
+    A frozen parameter is one that is protected in all directions.
+    """
 
     def __init__(
         self, name: str, parameters: list[nn.Parameter], groups: int, project: Callable[[Tensor], Tensor]

@@ -37,8 +37,10 @@ class StagedPlugin(SupervisedPlugin, ABC):
                 "strategies of avalanche-lib 0.6 have"
             )
 
-    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+    def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         refuse_online(strategy, self)
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         vars(strategy).pop("_train_exp", None)  # left over if another plugin failed right after this callback
         train_exp = strategy._train_exp
 

@@ -37,9 +37,10 @@ def grow_basis(basis: Tensor, inputs: InputMatrix, threshold: float, *, below: b
     old = basis.double()
     total = inputs.energy().unsqueeze(-1)
     energies, vectors = inputs.residual_spectrum(old)
-    held = total - energies.sum(-1, keepdim=True) + energies.cumsum(-1)  # with this vector
-    reached = held if below else held - energies  # without it
-    taken = (reached < min(threshold, MAX_THRESHOLD) * total) & (energies > RANK_TOLERANCE * total)
+    old_energy = (total - energies.sum(-1, keepdim=True)).clamp(min=0)
+    held = old_energy + energies.cumsum(-1)  # with each vector; without it, held - energies
+    lacking = (held if below else held - energies) < min(threshold, MAX_THRESHOLD) * total
+    taken = lacking & (energies > RANK_TOLERANCE * total)
 
     taken = taken[..., : int(taken.sum(-1).max())].unsqueeze(-2)  # what is taken stands first
     new = vectors[..., : taken.shape[-1]] * taken

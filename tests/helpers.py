@@ -1,0 +1,97 @@
+"""Small streams, models and strategies for the tests of the plugins."""
+
+import io
+
+import torch
+from avalanche.benchmarks.scenarios.deprecated.generic_benchmark_creation import (
+    create_generic_benchmark_from_tensor_lists,
+)
+from avalanche.logging import TextLogger
+from avalanche.models import MultiHeadClassifier, MultiTaskModule
+from avalanche.training.plugins import EvaluationPlugin, SupervisedPlugin
+from avalanche.training.supervised import Naive
+from torch import nn
+
+
+def blobs(n_tasks=3, classes=2, samples=40, shape=(6,), task_labels=True, seed=0):
+    """Tasks of noisy class means: separable, but not at once, and different from task to task."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def task(t, n):
+        means = torch.randn(classes, *shape, generator=torch.Generator().manual_seed(1000 * seed + t))
+        y = torch.arange(n) % classes
+        return means[y] + 0.7 * torch.randn(n, *shape, generator=generator), y
+
+    train, valid, test = ([task(t, n) for t in range(n_tasks)] for n in (samples, 12, 20))
+    labels = list(range(n_tasks)) if task_labels else [0] * n_tasks
+    return create_generic_benchmark_from_tensor_lists(
+        train, test, other_streams_tensors={"valid": valid}, task_labels=labels
+    )
+
+
+class Network(MultiTaskModule):
+    """Any feature extractor with one head per task."""
+
+    def __init__(self, features, width):
+        super().__init__()
+        self.features = features
+        self.classifier = MultiHeadClassifier(width)
+
+    def forward(self, x, task_labels):
+        return self.classifier(self.features(x), task_labels)
+
+
+def mlp(bias=False):
+    return Network(nn.Sequential(nn.Linear(6, 12, bias=bias), nn.ReLU(), nn.Linear(12, 10, bias=bias), nn.ReLU()), 10)
+
+
+def convnet():
+    """Convolutions with biases, stride, padding and groups, and batch normalisation."""
+    return Network(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 8, 3, stride=2, groups=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+            nn.ReLU(),
+        ),
+        10,
+    )
+
+
+CONV_SHAPE = (2, 6, 6)
+
+
+def naive(model, plugins=(), optimizer=None, metrics=(), loggers=(), **kwargs):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"train_mb_size": 10, "train_epochs": 2, "eval_mb_size": 20, **kwargs}
+    evaluator = EvaluationPlugin(*metrics, loggers=list(loggers) or [TextLogger(io.StringIO())])
+    return Naive(model=model, optimizer=optimizer, plugins=list(plugins), evaluator=evaluator, **settings)
+
+
+def weights(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_weights(first, second):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+class Spy(SupervisedPlugin):
+    """Calls functions of the strategy at callbacks: ``Spy(after_update=f)``, also at ``on_stage_start``."""
+
+    CALLBACKS = tuple(name for name in dir(SupervisedPlugin) if name.startswith(("before_", "after_")))
+
+    def __init__(self, **calls):
+        super().__init__()
+        for name, call in calls.items():
+            assert name in (*self.CALLBACKS, "on_stage_start"), name
+            if name == "on_stage_start":
+                setattr(self, name, call)
+            else:
+                setattr(self, name, lambda strategy, call=call, **kwargs: call(strategy))

@@ -1,0 +1,42 @@
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import became_avalanche
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_public_names_are_documented_and_typed():
+    for name in became_avalanche.__all__:
+        member = getattr(became_avalanche, name)
+        assert inspect.getdoc(member), name
+        methods = inspect.getmembers(member, inspect.isfunction) if inspect.isclass(member) else [(name, member)]
+        for method_name, method in methods:
+            if method.__module__.startswith("became_avalanche") and not method_name.startswith("_"):
+                assert "return" in method.__annotations__, f"{name}.{method_name}"
+
+
+def test_maths_knows_nothing_of_avalanche():
+    for room in ("subspace", "merging"):
+        for file in (ROOT / "became_avalanche" / room).glob("*.py"):
+            assert not re.search(r"^\s*(from|import) avalanche\b", file.read_text(), re.M), file
+            imports = re.findall(r"from became_avalanche\.(\w+)", file.read_text())
+            assert set(imports) <= {room}, file
+
+
+def test_quickstart_prints_acc_and_bwt():
+    script = ROOT / "experiments" / "quickstart.py"
+    assert len(script.read_text().splitlines()) <= 30
+    assert re.search(
+        r"plugins=\[GPMPlugin\(\), \w+\]|plugins=\[GPMPlugin\(\), BecameMergePlugin\(\)\]", script.read_text()
+    )
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    lines = run.stdout.splitlines()
+    numbers = [re.fullmatch(r"task +(\d+): ACC (\d+\.\d)%, BWT (.*)%", line) for line in lines[:-1]]
+    assert all(numbers)
+    assert [int(match[1]) for match in numbers] == list(range(1, len(numbers) + 1))
+    assert float(numbers[-1][2]) > 80
+    assert re.match(r"lambda: 0\.\d\d", lines[-1])
