@@ -30,13 +30,10 @@ def test_maths_knows_nothing_of_avalanche():
 def test_quickstart_prints_acc_and_bwt():
     script = ROOT / "experiments" / "quickstart.py"
     assert len(script.read_text().splitlines()) <= 30
-    assert re.search(
-        r"plugins=\[GPMPlugin\(\), \w+\]|plugins=\[GPMPlugin\(\), BecameMergePlugin\(\)\]", script.read_text()
-    )
+    assert "plugins=[GPMPlugin(), BecameMergePlugin()]" in script.read_text()
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    lines = run.stdout.splitlines()
-    numbers = [re.fullmatch(r"task +(\d+): ACC (\d+\.\d)%, BWT (.*)%", line) for line in lines[:-1]]
+    pattern = r"after task +(\d+): ACC (\d+\.\d)%, BWT (.*)%"
+    numbers = [re.fullmatch(pattern, line) for line in run.stdout.splitlines()]
     assert all(numbers)
-    assert [int(match[1]) for match in numbers] == list(range(1, len(numbers) + 1))
-    assert float(numbers[-1][2]) > 80
-    assert re.match(r"lambda: 0\.\d\d", lines[-1])
+    assert [int(match[1]) for match in numbers] == list(range(1, 11))
+    assert float(numbers[-1][2]) > 80  # chance is 10
