@@ -1,21 +1,69 @@
-"""Gradient projection and Bayesian model merging (BECAME) as Avalanche plugins."""
+"""Gradient projection and Bayesian model merging (BECAME) as Avalanche plugins.
 
-from became_avalanche.benchmarks.digits import permuted_digits, split_digits
-from became_avalanche.merging.rules import Merge
-from became_avalanche.metrics.accuracy import AccuracyMatrix
-from became_avalanche.models.mlp import MultiHeadMLP
-from became_avalanche.plugins.gpm import GPMPlugin
-from became_avalanche.plugins.merge import BecameMergePlugin, MergeRecord
-from became_avalanche.plugins.projection import GradientProjectionPlugin
+Names are imported when they are first used: torch and Avalanche take seconds, and ``became --help`` needs neither.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from became_avalanche.benchmarks.digits import permuted_digits, split_digits
+    from became_avalanche.logging.wandb import WandBLogger
+    from became_avalanche.merging.rules import Merge
+    from became_avalanche.metrics.accuracy import AccuracyMatrix
+    from became_avalanche.models.mlp import MultiHeadMLP
+    from became_avalanche.plugins.control import EqualTrainingPlugin
+    from became_avalanche.plugins.gpm import GPMPlugin
+    from became_avalanche.plugins.merge import BecameMergePlugin, MergeRecord
+    from became_avalanche.plugins.plateau import PlateauPlugin
+    from became_avalanche.plugins.projection import GradientProjectionPlugin
+    from became_avalanche.plugins.stages import StagedPlugin
+    from became_avalanche.runs.train import RunResult, train
+
+_HOMES = {
+    "AccuracyMatrix": "metrics.accuracy",
+    "BecameMergePlugin": "plugins.merge",
+    "EqualTrainingPlugin": "plugins.control",
+    "GPMPlugin": "plugins.gpm",
+    "GradientProjectionPlugin": "plugins.projection",
+    "Merge": "merging.rules",
+    "MergeRecord": "plugins.merge",
+    "MultiHeadMLP": "models.mlp",
+    "PlateauPlugin": "plugins.plateau",
+    "RunResult": "runs.train",
+    "StagedPlugin": "plugins.stages",
+    "WandBLogger": "logging.wandb",
+    "permuted_digits": "benchmarks.digits",
+    "split_digits": "benchmarks.digits",
+    "train": "runs.train",
+}
 
 __all__ = [
     "AccuracyMatrix",
     "BecameMergePlugin",
+    "EqualTrainingPlugin",
     "GPMPlugin",
     "GradientProjectionPlugin",
     "Merge",
     "MergeRecord",
     "MultiHeadMLP",
+    "PlateauPlugin",
+    "RunResult",
+    "StagedPlugin",
+    "WandBLogger",
     "permuted_digits",
     "split_digits",
+    "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,6 +11,8 @@ from avalanche.evaluation.metrics import Accuracy
 from avalanche.training.templates import SupervisedTemplate
 from numpy.typing import NDArray
 
+from became_avalanche.plugins.passes import experiences_in_training
+
 
 class AccuracyMatrix(PluginMetric):
     """ACC and BWT of one stream, by the definitions of the paper.
@@ -60,10 +62,11 @@ class AccuracyMatrix(PluginMetric):
         return self._values.get((self._seen[-1], i), nan)
 
     def before_training_exp(self, strategy: SupervisedTemplate) -> None:
-        t = strategy.experience.current_experience
-        if t in self._seen:
-            self._seen.remove(t)
-        self._seen.append(t)
+        for experience in experiences_in_training(strategy):
+            t = experience.current_experience
+            if t in self._seen:
+                self._seen.remove(t)
+            self._seen.append(t)
 
     def before_eval(self, strategy: SupervisedTemplate) -> None:
         self._evaluated = {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from became_avalanche.merging.fisher import accumulate, batched_fisher, fit
 from became_avalanche.merging.rules import Merge, became, norm, quadratic_form
-from became_avalanche.plugins.passes import experience_pass
+from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.projection import GradientProjectionPlugin
 from became_avalanche.plugins.stages import StagedPlugin, publish
 
@@ -125,8 +125,14 @@ class BecameMergePlugin(StagedPlugin):
         for plugin in strategy.plugins:
             if isinstance(plugin, PeriodicEval):
                 plugin.do_final = plugin.eval_every > -1  # what was evaluated in the last epoch was θ̂
-        self.merges.append(_record(merge, coefficient, perf_counter() - start))
-        publish(self, strategy, "Lambda", coefficient)
+        record = _record(merge, coefficient, perf_counter() - start)
+        self.merges.append(record)
+        for name, value in (
+            ("Lambda", record.coefficient),
+            ("Plasticity", record.plasticity),
+            ("Stability", record.stability),
+        ):
+            publish(self, strategy, name, value)
 
     def _fisher(self, strategy: SupervisedTemplate, names: Container[str], workers: int) -> dict[str, Tensor]:
         """F_t at the present weights: true labels, all training data of the experience, batches as in training.
@@ -136,7 +142,8 @@ class BecameMergePlugin(StagedPlugin):
         """
         trainable = ((name, p) for name, p in strategy.model.named_parameters() if p.requires_grad)
         parameters = {name: parameter for name, parameter in trainable if name in names}
-        with experience_pass(strategy, strategy.train_mb_size, num_workers=workers) as batches:
+        dataset = strategy.experience.dataset
+        with data_pass(strategy, dataset, strategy.train_mb_size, num_workers=workers) as batches:
             fisher = batched_fisher(((strategy.criterion(), size) for size in batches), parameters)
         for name, diagonal in fisher.items():
             if not diagonal.isfinite().all():

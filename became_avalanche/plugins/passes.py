@@ -1,21 +1,28 @@
-"""A pass over the data of the current experience that leaves no trace on the training."""
+"""A pass over data in the middle of a training that leaves no trace on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from avalanche.benchmarks import OnlineCLExperience
+from avalanche.benchmarks.utils import AvalancheDataset
+from avalanche.training.supervised import JointTraining
 from avalanche.training.templates import SupervisedTemplate
 from torch.utils.data import DataLoader
 
 
 @contextmanager
-def experience_pass(
-    strategy: SupervisedTemplate, batch_size: int, n_samples: int | None = None, num_workers: int = 0
+def data_pass(
+    strategy: SupervisedTemplate,
+    dataset: AvalancheDataset,
+    batch_size: int,
+    n_samples: int | None = None,
+    num_workers: int = 0,
 ) -> Iterator[Iterator[int]]:
-    """Forward passes over the experience's own training data, in random order, with eval transforms, in eval mode.
+    """Forward passes over ``dataset``, in random order, with eval transforms, in eval mode.
 
     Each step of the iterator leaves a batch in ``strategy.mbatch`` and the model's answer in ``strategy.mb_output``,
     so that ``strategy.criterion()`` is its loss, and yields the number of samples in it. Random state, modes of the
@@ -23,7 +30,7 @@ def experience_pass(
 
     :param n_samples: how many samples to draw, without replacement; all if None.
     """
-    dataset = strategy.experience.dataset.eval()
+    dataset = dataset.eval()
     modes = {module: module.training for module in strategy.model.modules()}
     mbatch, mb_output = strategy.mbatch, strategy.mb_output
 
@@ -52,3 +59,9 @@ def refuse_online(strategy: SupervisedTemplate, plugin: object) -> None:
             f"{type(plugin).__name__} works on whole tasks, but got an online stream, which cuts each task into "
             "small experiences; train on the benchmark's ordinary train stream instead"
         )
+
+
+def experiences_in_training(strategy: SupervisedTemplate) -> list[Any]:
+    """The experiences that the strategy trains on now: all at once under ``JointTraining``, otherwise one."""
+    experiences = strategy._experiences if isinstance(strategy, JointTraining) else [strategy.experience]
+    return [experience.logging() for experience in experiences]

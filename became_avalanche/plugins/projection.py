@@ -15,7 +15,7 @@ from avalanche.training.plugins import SupervisedPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
-from became_avalanche.plugins.passes import experience_pass, refuse_online
+from became_avalanche.plugins.passes import data_pass, refuse_online
 from became_avalanche.subspace.layers import InputMatrix, LayerMap, as_rows, from_rows, map_layers, recorded_inputs
 
 HEADS = (MultiHeadClassifier, IncrementalClassifier)
@@ -160,7 +160,9 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         layers = self._layers.protected
         batch_size = max(strategy.train_mb_size, 128)  # the usual n_samples pass as one batch, as in the references
         with (
-            experience_pass(strategy, batch_size, self.n_samples, kwargs.get("num_workers", 0)) as batches,
+            data_pass(
+                strategy, strategy.experience.dataset, batch_size, self.n_samples, kwargs.get("num_workers", 0)
+            ) as batches,
             recorded_inputs(layers, ones=self._augmented) as inputs,
         ):
             for _ in batches:

@@ -426,6 +426,50 @@ def test_early_stopping_ends_each_stage_by_itself():
     assert any(n < 6 for *_, n in epochs)
 
 
+def test_a_stop_in_the_last_epoch_skips_nothing():
+    """Avalanche clears its stop flag only at the next epoch, which would be the first of the next stage."""
+    epochs = []
+
+    def stop_in_last_epoch(strategy):
+        epochs[-1] += 1
+        if strategy.clock.train_exp_epochs == strategy.train_epochs - 1:
+            strategy.stop_training()
+
+    spy = Spy(on_stage_start=lambda s, stage: epochs.append(0), after_training_epoch=stop_in_last_epoch)
+    naive(mlp(), [BecameMergePlugin(), spy], train_epochs=2).train(blobs().train_stream)
+    assert epochs == [2] * 5
+
+
+def test_second_stage_starts_from_an_evaluation_of_its_first_weights():
+    """Early stopping and plateau schedules compare with the last evaluation, which was of other weights."""
+    losses = []
+    key = "Loss_Exp/eval_phase/valid_stream/Task001/Exp001"
+
+    def change_weights(strategy):
+        with torch.no_grad():
+            strategy.model.features[0].weight.mul_(0.5)
+
+    def compare_with_evaluator(strategy, stage):
+        if stage == 2:
+            x, y = batch_of(blobs().valid_stream[1])
+            strategy.model.eval()
+            with torch.no_grad():
+                loss = F.cross_entropy(strategy.model(x, torch.ones(len(x), dtype=torch.long)), y)
+            strategy.model.train()
+            losses.append((float(loss), strategy.evaluator.get_last_metrics()[key]))
+
+    spy = Spy(on_stage_start=compare_with_evaluator)
+    late = Spy(after_training_epoch=change_weights)
+    torch.manual_seed(0)
+    strategy = naive(mlp(), [BecameMergePlugin(), spy], metrics=[loss_metrics(experience=True)], eval_every=1)
+    strategy.plugins.append(late)  # after the periodic evaluation
+    first, second, _ = blobs().train_stream
+    strategy.train(first, eval_streams=[blobs().valid_stream[:2]])
+    strategy.train(second, eval_streams=[blobs().valid_stream[:2]])
+    assert len(losses) == 1
+    assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-5)
+
+
 def test_second_stage_is_not_projected_and_starts_fresh_from_theta_gp():
     log = []
 

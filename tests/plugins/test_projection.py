@@ -91,20 +91,31 @@ def trained_store(plugins, make_optimizer, make_model=convnet, benchmark=None):
     return store
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_old_outputs_stay_with_any_optimizer(name):
-    plugin = GPMPlugin(threshold=0.999, increment=0, n_samples=None)
-    store = trained_store([plugin], OPTIMIZERS[name])
-    assert excess_drift(store, 0.999) < 1e-4
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_old_outputs_move_without_the_plugin(name):
-    assert excess_drift(trained_store([], OPTIMIZERS[name]), 0.999) > 1e-2
-
-
 def wide_mlp():
     return Network(nn.Sequential(nn.Linear(30, 24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU()), 10)
+
+
+# Most directions protected (the projector is a basis of the complement), and few of them (it is the basis itself).
+STREAMS = {
+    "many directions": (0.999, convnet, lambda: blobs(shape=CONV_SHAPE)),
+    "few directions": (1, wide_mlp, lambda: blobs(samples=8, shape=(30,))),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_old_outputs_stay_with_any_optimizer(name, stream):
+    threshold, model, benchmark = STREAMS[stream]
+    plugin = GPMPlugin(threshold=threshold, increment=0, n_samples=None)
+    store = trained_store([plugin], OPTIMIZERS[name], model, benchmark())
+    assert excess_drift(store, threshold) < 1e-4
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_old_outputs_move_without_the_plugin(name, stream):
+    threshold, model, benchmark = STREAMS[stream]
+    assert excess_drift(trained_store([], OPTIMIZERS[name], model, benchmark()), threshold) > 1e-2
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,0 +1,120 @@
+"""The recipe of the gradient projection papers: lower the learning rate on a plateau, keep the best weights."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+from avalanche.training.plugins import SupervisedPlugin
+from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor
+
+from became_avalanche.plugins.passes import data_pass, experiences_in_training
+
+
+class PlateauPlugin(SupervisedPlugin):
+    """Trains until the validation loss has settled, and goes back to the best weights.
+
+    After each epoch the loss on the experience of the same index of the benchmark's validation stream is measured. If
+    it has not improved for ``patience`` epochs, the learning rates are divided by ``factor``; when that would bring
+    the first of them below ``lr_min``, or after the strategy's ``train_epochs``, training ends and the weights with
+    the lowest validation loss are restored. With a plugin that trains in stages, each stage is such a training.
+    """
+
+    def __init__(
+        self,
+        patience: int = 6,
+        factor: float = 2.0,
+        lr_min: float = 1e-5,
+        *,
+        stream: str = "valid",
+        batch_size: int = 64,
+    ) -> None:
+        """Init.
+
+        :param patience: epochs without improvement before the learning rate drops.
+        :param factor: by what the learning rate is divided.
+        :param lr_min: training ends instead of going below this learning rate.
+        :param stream: name of the validation stream.
+        :param batch_size: batch size of the validation pass.
+        """
+        super().__init__()
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1 epoch; got {patience}")
+        if not factor > 1:
+            raise ValueError(f"factor divides the learning rate, so it must be above 1; got {factor}")
+        if not lr_min > 0:
+            raise ValueError(f"lr_min must be above 0, or training would never end; got {lr_min}")
+        self.patience = patience
+        self.factor = factor
+        self.lr_min = lr_min
+        self.stream = stream
+        self.batch_size = batch_size
+        self._datasets: list[Any] = []
+        self._rates: list[float] = []
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._datasets = [self._validation_data(experience) for experience in experiences_in_training(strategy)]
+        self._rates = [group["lr"] for group in strategy.optimizer.param_groups]
+        self.on_stage_start(strategy, 1)
+
+    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
+        """Start a training: nothing is best yet."""
+        self._best_loss, self._best_weights = inf, dict[str, Tensor]()
+        self._left = self.patience
+
+    def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        loss = self.validation_loss(strategy)
+        ended = strategy.clock.train_exp_epochs == strategy.train_epochs - 1
+        if loss < self._best_loss:
+            self._best_loss, self._left = loss, self.patience
+            self._best_weights = {name: tensor.clone() for name, tensor in strategy.model.state_dict().items()}
+        else:
+            self._left -= 1
+            if self._left == 0:
+                self._left = self.patience
+                if strategy.optimizer.param_groups[0]["lr"] / self.factor < self.lr_min:
+                    if not ended:  # a stop in the last epoch would end the next experience instead
+                        strategy.stop_training()
+                    ended = True
+                else:
+                    for group in strategy.optimizer.param_groups:
+                        group["lr"] /= self.factor
+        if ended:
+            self._restore_best(strategy)
+
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        for group, rate in zip(strategy.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        self._datasets, self._best_weights = [], {}
+
+    @torch.no_grad()
+    def validation_loss(self, strategy: SupervisedTemplate) -> float:
+        """Mean loss over the validation data."""
+        total, samples = 0.0, 0
+        for dataset in self._datasets:
+            with data_pass(strategy, dataset, self.batch_size) as batches:
+                for size in batches:
+                    total += size * float(strategy.criterion())
+                    samples += size
+        return total / samples
+
+    def _restore_best(self, strategy: SupervisedTemplate) -> None:
+        if not self._best_weights:
+            raise ValueError(
+                "the validation loss was not a number in any epoch: the training has diverged; lower the learning rate"
+            )
+        for name, tensor in strategy.model.state_dict().items():
+            if name in self._best_weights:  # an evaluation in between may have added heads
+                tensor.copy_(self._best_weights[name])
+
+    def _validation_data(self, experience: Any) -> Any:
+        streams = experience.origin_stream.benchmark.streams
+        if self.stream not in streams:
+            raise ValueError(
+                f"PlateauPlugin needs a stream {self.stream!r} with validation data, but the benchmark has only "
+                f"{', '.join(sorted(streams))}; make one with avalanche's benchmark_with_validation_stream, or name "
+                "another with stream=..."
+            )
+        return streams[self.stream][experience.current_experience].dataset
