@@ -117,9 +117,13 @@ def _train_logged(comparison: Comparison, method: str, seed: int, project: str, 
     from became_avalanche.runs.train import train
 
     config = {**comparison.settings, "method": method, "seed": seed}
-    with WandBLogger(
-        project, name=f"{method}-{seed}", group=comparison.preset.name, config=config, directory=comparison.folder
-    ) as logger:
+    try:
+        logger = WandBLogger(
+            project, name=f"{method}-{seed}", group=comparison.preset.name, config=config, directory=comparison.folder
+        )
+    except RuntimeError as error:
+        raise click.UsageError(str(error)) from None
+    with logger:
         result = train(
             comparison.preset,
             method,

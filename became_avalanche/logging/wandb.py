@@ -108,7 +108,10 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
             run.summary.update({name: float(value) for name, value in summary.items()})
 
     def finish(self, exit_code: int = 0) -> None:
-        """End the run, with all values written.
+        """End the run.
+
+        Its files are complete when the process ends, or after ``wandb.teardown()``: wandb may write the last of them in
+        the background.
 
         :param exit_code: anything but 0 marks the run as failed.
         """

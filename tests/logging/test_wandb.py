@@ -329,6 +329,7 @@ def test_offline_run_holds_everything_but_secrets(fresh_wandb, tmp_path, monkeyp
     logger.log_result(accuracy=matrix.result(), picture=tmp_path / "small.png", summary={"final ACC": matrix.acc})
     folder, run_id = tmp_path / "wandb", logger.run.id
     logger.finish()
+    wandb.teardown()  # or the file may not be written yet
 
     (file,) = folder.glob(f"offline-run-*/run-{run_id}.wandb")
     everything = list(records(file))
