@@ -13,7 +13,7 @@ test-long: .venv/installed
 	$(BIN)/pytest -m long
 
 demo: .venv/installed
-	PYTHONWARNINGS='ignore:no QP solver found on your system' $(BIN)/python experiments/quickstart.py
+	$(BIN)/became compare --benchmark split-digits --seeds 2 --out runs/demo
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -3,14 +3,17 @@
 import io
 
 import torch
+from avalanche.benchmarks import benchmark_from_datasets, with_classes_timeline
 from avalanche.benchmarks.scenarios.deprecated.generic_benchmark_creation import (
     create_generic_benchmark_from_tensor_lists,
 )
+from avalanche.benchmarks.utils import as_classification_dataset
 from avalanche.logging import TextLogger
 from avalanche.models import MultiHeadClassifier, MultiTaskModule
 from avalanche.training.plugins import EvaluationPlugin, SupervisedPlugin
 from avalanche.training.supervised import Naive
 from torch import nn
+from torch.utils.data import TensorDataset
 
 
 def blobs(n_tasks=3, classes=2, samples=40, shape=(6,), task_labels=True, seed=0):
@@ -27,6 +30,22 @@ def blobs(n_tasks=3, classes=2, samples=40, shape=(6,), task_labels=True, seed=0
     return create_generic_benchmark_from_tensor_lists(
         train, test, other_streams_tensors={"valid": valid}, task_labels=labels
     )
+
+
+def blobs_without_task_labels(**kwargs):
+    """The same tasks as a stream of Avalanche's newer kind, whose experiences and batches know nothing of tasks."""
+    streams = {}
+    for name, stream in blobs(**kwargs).streams.items():
+        pairs = [[experience.dataset[i][:2] for i in range(len(experience.dataset))] for experience in stream]
+        tensors = [(torch.stack([x for x, _ in task]), torch.tensor([y for _, y in task])) for task in pairs]
+        streams[name] = [as_classification_dataset(_Labelled(*task)) for task in tensors]
+    return with_classes_timeline(benchmark_from_datasets(**streams))
+
+
+class _Labelled(TensorDataset):
+    def __init__(self, x, y):
+        super().__init__(x, y)
+        self.targets = y.tolist()
 
 
 class Network(MultiTaskModule):

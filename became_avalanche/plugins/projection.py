@@ -128,14 +128,15 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         parameters = dict(strategy.model.named_parameters())
         frozen = list(self._layers.normalisation)
         for name, users in self._layers.protected.items():
+            if name not in self.memory:  # new, or not used so far
+                continue
             guarded, bias = [parameters[name]], self._layers.biases.get(name)
             if bias is not None and name in self._augmented:
                 guarded.append(parameters[bias])
             elif bias is not None and self.bias != "free":
                 frozen.append(bias)
-            if name in self.memory:
-                self._store_like(name, parameters[name])
-                self._guards.append(_Guard(name, guarded, getattr(users[0], "groups", 1), self.projector(name)))
+            self._store_like(name, parameters[name])
+            self._guards.append(_Guard(name, guarded, getattr(users[0], "groups", 1), self.projector(name)))
         self._guards += [_Guard(name, [parameters[name]], 1, torch.zeros_like) for name in frozen]
 
     @torch.no_grad()

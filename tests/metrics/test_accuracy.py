@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from avalanche.logging import TextLogger
+from avalanche.models import SimpleMLP
 from avalanche.training.supervised import Naive
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from became_avalanche import AccuracyMatrix
 from tests import oracles
-from tests.helpers import blobs, mlp, naive
+from tests.helpers import blobs, blobs_without_task_labels, mlp, naive
 
 
 def filled(matrix):
@@ -76,6 +77,16 @@ def test_matrix_of_a_stream_equals_accuracies_by_hand(eval_every):
     assert metric.bwt == pytest.approx(oracles.bwt(np.array(rows)))
     assert f"ACC/eval_phase/test_stream = {metric.acc:.4f}" in text.getvalue()
     assert f"BWT/eval_phase/test_stream = {metric.bwt:.4f}" in text.getvalue()
+
+
+def test_stream_without_task_labels():
+    benchmark, metric = blobs_without_task_labels(), AccuracyMatrix()
+    strategy = naive(SimpleMLP(num_classes=2, input_size=6), metrics=[metric])
+    for experience in benchmark.train_stream:
+        strategy.train(experience)
+        strategy.eval(benchmark.test_stream)
+    assert metric.result().shape == (3, 3)
+    assert -1 < metric.bwt < 1
 
 
 def test_tasks_weigh_the_same_and_unseen_ones_nothing():

@@ -29,7 +29,18 @@ from became_avalanche import (
     MultiHeadMLP,
     permuted_digits,
 )
-from tests.helpers import CONV_SHAPE, Network, Spy, assert_same_weights, blobs, convnet, mlp, naive, weights
+from tests.helpers import (
+    CONV_SHAPE,
+    Network,
+    Spy,
+    assert_same_weights,
+    blobs,
+    blobs_without_task_labels,
+    convnet,
+    mlp,
+    naive,
+    weights,
+)
 
 
 def stream_of(plugins, make_model=mlp, benchmark=None, optimizer=None, seed=0, **kwargs):
@@ -57,12 +68,13 @@ def batch_of(experience):
         (MultiHeadMLP, lambda: permuted_digits(n_tasks=2)),
         (convnet, lambda: blobs(shape=CONV_SHAPE)),
         (lambda: SimpleMLP(num_classes=2, input_size=6), lambda: blobs(task_labels=False)),
+        (lambda: SimpleMLP(num_classes=2, input_size=6), blobs_without_task_labels),
         (
             lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), IncrementalClassifier(10)),
             lambda: blobs(task_labels=False),
         ),
     ],
-    ids=["permuted digits", "convolutions", "single head", "growing head"],
+    ids=["permuted digits", "convolutions", "single head", "no task labels", "growing head"],
 )
 def test_any_order_gives_the_same_weights(make_model, make_benchmark):
     results = []
