@@ -2,11 +2,11 @@
 
     python experiments/tune_baselines.py split-digits permuted-digits
 
-The learning rate is the one that is best for plain GPM, so that it favours BECAME's own baseline. Then each of
-Avalanche's baselines gets the strength (EWC and SI lambda, LwF alpha, patterns in memory of A-GEM per task and of
-replay in all) with the best mean validation accuracy over two seeds that no table uses. What was tried is recorded in
-experiments/tuning/<benchmark>.json, and what was chosen stands in became_avalanche/runs/presets.py. Memories are
-limited to the largest in the grid: more would always be better.
+All methods of a comparison share one learning rate: the one with the best mean validation accuracy over `gpm`,
+`gpm-2x` and `gpm+became`. With it, each of Avalanche's baselines gets the strength (EWC and SI lambda, LwF alpha,
+patterns in memory of A-GEM per task and of replay in all) with the best validation accuracy. Seeds are ones that no
+table uses. What was tried is recorded in experiments/tuning/<benchmark>.json, and what was chosen stands in
+became_avalanche/runs/presets.py. Memories are limited to the largest in the grid: more would always be better.
 """
 
 import json
@@ -15,17 +15,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean
 
 import torch
 
 from became_avalanche.runs.presets import BENCHMARKS
 from became_avalanche.runs.train import train
 
-SEEDS = (100, 101)
-LEARNING_RATES = (0.03, 0.1, 0.3, 1.0)
+SEEDS = {"split-digits": (100, 101, 102), "permuted-digits": (100,)}  # 36 and 180 validation images per task
+LEARNING_RATES = (0.03, 0.1, 0.3)
+JUDGES = ("gpm", "gpm-2x", "gpm+became")
 STRENGTHS = {
     "ewc": (100, 1000, 10000, 100000),
-    "si": (10, 100, 1000, 10000, 100000),
+    "si": (10, 100, 1000),
     "lwf": (0.3, 1, 3),
     "agem": (10, 20, 40),
     "er": (50, 100, 200),
@@ -44,27 +46,22 @@ def validation_accuracy(name: str, method: str, learning_rate: float, strength: 
 
 
 def tune(name: str, pool: ProcessPoolExecutor) -> None:
-    def scores(method, candidates):
-        """Mean validation accuracy of each (learning rate, strength)."""
-        runs = {c: [pool.submit(validation_accuracy, name, method, *c, seed) for seed in SEEDS] for c in candidates}
-        return {c: sum(run.result() for run in each) / len(SEEDS) for c, each in runs.items()}
+    def submit(method, rate, strength=None):
+        return [pool.submit(validation_accuracy, name, method, rate, strength, seed) for seed in SEEDS[name]]
 
-    rates = scores("gpm", [(rate, None) for rate in LEARNING_RATES])
-    rate, _ = max(rates, key=rates.get)
-    record = {
-        "benchmark": name,
-        "seeds": SEEDS,
-        "learning_rate": {"chosen": rate, "tried": {str(r): round(score, 4) for (r, _), score in rates.items()}},
-        "strengths": {},
-    }
+    def chosen(candidates):
+        """The candidate with the best mean validation accuracy, and all of them."""
+        scores = {c: round(mean(run.result() for run in runs), 4) for c, runs in candidates.items()}
+        return {"chosen": max(scores, key=scores.get), "tried": {str(c): score for c, score in scores.items()}}
+
+    record = {"benchmark": name, "seeds": SEEDS[name], "strengths": {}}
+    record["learning_rate"] = chosen(
+        {rate: [run for method in JUDGES for run in submit(method, rate)] for rate in LEARNING_RATES}
+    )
+    rate = record["learning_rate"]["chosen"]
     print(name, record["learning_rate"], flush=True)
     for method, grid in STRENGTHS.items():
-        tried = scores(method, [(rate, strength) for strength in grid])
-        _, chosen = max(tried, key=tried.get)
-        record["strengths"][method] = {
-            "chosen": chosen,
-            "tried": {str(strength): round(score, 4) for (_, strength), score in tried.items()},
-        }
+        record["strengths"][method] = chosen({strength: submit(method, rate, strength) for strength in grid})
         print(name, method, record["strengths"][method], flush=True)
     path = Path(__file__).parent / "tuning" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)

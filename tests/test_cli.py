@@ -47,7 +47,7 @@ def test_user_errors_are_one_line_and_code_2(tmp_path, arguments, message):
 
 
 def test_comparison_of_two_methods(tmp_path):
-    result = run("compare", "--methods", "gpm,gpm+became", "--seeds", "1", "--out", "out", cwd=tmp_path)
+    result = run("compare", "--methods", "gpm,gpm+became", "--seeds", "1", "--out", "out", "--wandb", "x", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert re.search(r"^gpm, seed 0: ACC \d\d\.\d\d %, .*1 of 2 runs", result.stderr, re.M)
     assert re.search(r"^gpm\+became +\d\d\.\d\d +[+-]\d+\.\d\d +\d+ +\d+\.\d$", result.stdout, re.M)

@@ -1,10 +1,16 @@
 import inspect
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import became_avalanche
+from became_avalanche.runs.compare import Comparison, text_gains, text_table
+from became_avalanche.runs.presets import BENCHMARKS
+from became_avalanche.runs.train import RunResult
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,3 +43,17 @@ def test_quickstart_prints_acc_and_bwt():
     assert all(numbers)
     assert [int(match[1]) for match in numbers] == list(range(1, 11))
     assert float(numbers[-1][2]) > 80  # chance is 10
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_tables_in_the_readme_are_those_of_the_recorded_results(benchmark):
+    folder = ROOT / "experiments" / "results" / benchmark
+    recorded = json.loads((folder / "results.json").read_text())
+    methods = list(dict.fromkeys(run["method"] for run in recorded["runs"]))
+    comparison = Comparison(BENCHMARKS[benchmark], methods, 5, folder)
+    assert recorded["complete"]
+    assert recorded["settings"] == json.loads(json.dumps(comparison.settings))
+    comparison.runs = [RunResult(**run) for run in recorded["runs"]]
+    readme = (ROOT / "README.md").read_text()
+    assert text_table(comparison.rows()) in readme
+    assert text_gains(comparison.gains()) in readme
