@@ -14,10 +14,7 @@ from torch import Tensor
 from became_avalanche.subspace.layers import InputMatrix
 
 MAX_THRESHOLD = 1 - 1e-9
-"""A basis cannot hold all of the energy: beyond this, singular vectors are rounding noise."""
-
-RANK_TOLERANCE = 1e-12
-"""Directions with less than this fraction of the energy are not in the span of the inputs."""
+"""A basis that holds this much of the energy is not extended: what singular vectors are left is rounding noise."""
 
 
 def grow_basis(basis: Tensor, inputs: InputMatrix, threshold: float, *, below: bool = False) -> Tensor:
@@ -31,17 +28,15 @@ def grow_basis(basis: Tensor, inputs: InputMatrix, threshold: float, *, below: b
     threshold, one vector fewer.
 
     The published update can corrupt its basis: singular vectors of a rank-deficient residual are not orthogonal to
-    ``U``, and the projection then reverses gradients. So directions without energy are never taken, and those taken
-    are orthonormalised once more, against ``U`` and each other.
+    ``U``, and the projection then reverses gradients. Here the threshold ends before directions without energy would
+    be taken, and those taken are orthonormalised once more, against ``U`` and each other.
     """
     old = basis.double()
     total = inputs.energy().unsqueeze(-1)
     energies, vectors = inputs.residual_spectrum(old)
     old_energy = (total - energies.sum(-1, keepdim=True)).clamp(min=0)
     held = old_energy + energies.cumsum(-1)  # with each vector; without it, held - energies
-    lacking = (held if below else held - energies) < min(threshold, MAX_THRESHOLD) * total
-    taken = lacking & (energies > RANK_TOLERANCE * total)
-
+    taken = (held if below else held - energies) < min(threshold, MAX_THRESHOLD) * total
     taken = taken[..., : int(taken.sum(-1).max())].unsqueeze(-2)  # what is taken stands first
     new = vectors[..., : taken.shape[-1]] * taken
     new = new - old @ (old.mT @ new)

@@ -73,6 +73,18 @@ def test_dead_inputs_and_threshold_beyond_one_do_not_reverse_gradients():
     assert basis.shape[-1] == 8
 
 
+def test_weak_new_directions_are_orthogonal_to_strong_old_ones():
+    """Their eigenvectors are only as orthogonal to the basis as rounding in the strong directions allows."""
+    generator = np.random.default_rng(0)
+    rotation = np.linalg.qr(generator.normal(size=(20, 20)))[0]
+    strong, weak = rotation[:, :10], rotation[:, 10:15]
+    first = strong @ generator.normal(size=(10, 60))
+    second = first + 1e-4 * weak @ generator.normal(size=(5, 60))
+    u = basis_after([first, second], [1, 1]).numpy()[0]
+    assert u.shape[1] > 12  # most of the weak ones are taken
+    np.testing.assert_allclose(u.T @ u, np.eye(u.shape[1]), atol=1e-10)
+
+
 @given(task_inputs(), st.floats(0.05, 1))
 def test_residual_energy_is_what_the_threshold_allows(tasks, threshold):
     bases = [basis_after(tasks[: t + 1], [threshold] * (t + 1)) for t in range(len(tasks))]
