@@ -1,0 +1,1 @@
+"""A run from its specification to its result."""

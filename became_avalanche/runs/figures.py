@@ -1,0 +1,103 @@
+"""Pictures of results: readable in black and white, nothing in them that says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from became_avalanche.runs.compare import Comparison
+from became_avalanche.runs.methods import JOINT
+from became_avalanche.runs.train import RunResult
+
+MARKERS = "osD^v<>ph*X"
+
+
+def run_figure(run: RunResult) -> Figure:
+    """The accuracy of each task of one run as training goes on."""
+    figure = Figure(figsize=(4, 3), layout="constrained")
+    axes = figure.subplots()
+    _accuracies(axes, [run])
+    axes.set_title(f"{run.method}, seed {run.seed}", fontsize=10)
+    axes.set_xlabel("tasks learned")
+    axes.set_ylabel("accuracy %")
+    return figure
+
+
+def comparison_figure(comparison: Comparison) -> Figure:
+    """Accuracy of each task as training goes on, ACC and BWT of all methods, and λ over the tasks."""
+    curves = [method for method in comparison.methods if comparison.of(method) and method != JOINT]
+    columns, rows = min(6, len(curves)), -(-len(curves) // 6)
+    heights = [2.1 * rows + 0.4, 0.3 * len(comparison.rows()) + 1.2]
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=heights).flat
+
+    if curves:
+        upper.suptitle("Each task (grey) and their mean (black) as training goes on", fontsize=11)
+        panels = upper.subplots(rows, columns, sharey=True, squeeze=False)
+        for axes in panels.flat[len(curves) :]:
+            axes.set_axis_off()
+        for axes, method in zip(panels.flat, curves, strict=False):
+            _accuracies(axes, comparison.of(method))
+            axes.set_title(method, fontsize=10)
+        for axes in panels[:, 0]:
+            axes.set_ylabel("accuracy %")
+        for axes in panels[-1]:
+            axes.set_xlabel("tasks learned")
+
+    merging = [method for method in comparison.methods if any(run.merges for run in comparison.of(method))]
+    panels = lower.subplots(1, 3 if merging else 2, squeeze=False)[0]
+    _dots(panels[0], comparison, "ACC %")
+    _dots(panels[1], comparison, "BWT %")
+    panels[1].set_yticklabels([])
+    if merging:
+        _coefficients(panels[2], comparison, merging)
+    return figure
+
+
+def _accuracies(axes: Axes, runs: Sequence[RunResult]) -> None:
+    tasks = len(runs[0].accuracy)
+
+    def at(t: int, i: int) -> float:
+        return 100 * mean(value for run in runs if (value := run.accuracy[t][i]) is not None)
+
+    for i in range(tasks):
+        axes.plot(range(i + 1, tasks + 1), [at(t, i) for t in range(i, tasks)], color="0.65", linewidth=0.8)
+    means = [mean(at(t, i) for i in range(t + 1)) for t in range(tasks)]
+    axes.plot(range(1, tasks + 1), means, color="black", linewidth=1.8, marker="o", markersize=3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _dots(axes: Axes, comparison: Comparison, what: str) -> None:
+    """Mean and standard deviation of each method, in the order of the table; merging methods are black."""
+    rows = comparison.rows()
+    for y, row in enumerate(rows):
+        spread = row.acc if what.startswith("ACC") else row.bwt
+        if spread is not None:
+            error = 100 * (spread.std or 0)
+            color = "black" if "+" in row.method else "0.55"
+            axes.errorbar(100 * spread.mean, y, xerr=error, fmt="o", color=color, markersize=5, capsize=2, linewidth=1)
+    axes.set_yticks(range(len(rows)), [row.method for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(what)
+    axes.grid(axis="y", color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _coefficients(axes: Axes, comparison: Comparison, methods: Sequence[str]) -> None:
+    for marker, line, method in zip(MARKERS, ["-", "--", ":", "-."] * 3, methods, strict=False):
+        runs = comparison.of(method)
+        ts = [record.t for record in runs[0].merges]
+        values = [mean(run.merges[k].coefficient for run in runs) for k in range(len(ts))]
+        axes.plot(ts, values, color="black", linestyle=line, marker=marker, markersize=4, label=method)
+    axes.plot(ts, [1 / t for t in ts], color="0.65", linewidth=0.8, label="1/t")
+    axes.set_xlabel("task")
+    axes.set_ylabel("λ")
+    axes.set_ylim(-0.03, 1.03)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,125 @@
+"""Methods by name: ``<projection>``, ``<projection>-2x``, ``<projection>+<rule>``, or one of Avalanche's own.
+
+To add a method, add a line to ``PROJECTIONS`` or ``BASELINES``; its ``-2x`` and ``+became`` come by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from avalanche.training.plugins import (
+    AGEMPlugin,
+    EWCPlugin,
+    LwFPlugin,
+    ReplayPlugin,
+    SupervisedPlugin,
+    SynapticIntelligencePlugin,
+)
+from avalanche.training.storage_policy import ReservoirSamplingBuffer
+from avalanche.training.templates import SupervisedTemplate
+
+from became_avalanche.plugins.control import EqualTrainingPlugin
+from became_avalanche.plugins.gpm import GPMPlugin
+from became_avalanche.plugins.merge import BecameMergePlugin
+from became_avalanche.runs.names import look_up
+
+Plugins = list[SupervisedPlugin]
+
+PROJECTIONS: dict[str, Callable[[], Plugins]] = {
+    "finetune": lambda: [],
+    "gpm": lambda: [GPMPlugin()],
+}
+
+SECOND_STAGES: dict[str, Callable[[], Plugins]] = {
+    "": lambda: [],
+    "-2x": lambda: [EqualTrainingPlugin()],
+    "+became": lambda: [BecameMergePlugin()],
+}
+
+BASELINES: dict[str, Callable[[float], Plugins]] = {
+    "ewc": lambda strength: [EWCPlugin(ewc_lambda=strength)],
+    "si": lambda strength: [_SynapticIntelligence(si_lambda=strength)],
+    "lwf": lambda strength: [LwFPlugin(alpha=strength, temperature=2)],
+    "agem": lambda patterns: [AGEMPlugin(patterns_per_experience=int(patterns), sample_size=64)],
+    "er": lambda patterns: [_Reservoir(int(patterns))],
+}
+
+JOINT = "joint"
+"""All tasks at once, as an upper bound."""
+
+
+
+def _staged(make: Callable[[], Plugins], second: Callable[[], Plugins], strengths: Mapping[str, float]) -> Plugins:
+    return [*make(), *second()]
+
+
+def _baseline(name: str, strengths: Mapping[str, float]) -> Plugins:
+    return BASELINES[name](strengths[name])
+
+
+METHODS: dict[str, Callable[[Mapping[str, float]], Plugins]] = {
+    **{
+        projection + stage: partial(_staged, make, second)
+        for projection, make in PROJECTIONS.items()
+        for stage, second in SECOND_STAGES.items()
+    },
+    **{name: partial(_baseline, name) for name in BASELINES},
+    JOINT: lambda strengths: [],
+}
+"""Name -> plugins, given the strengths of the baselines on the benchmark."""
+
+COMPARED = (
+    "finetune",
+    "ewc",
+    "si",
+    "lwf",
+    "agem",
+    "er",
+    "finetune-2x",
+    "finetune+became",
+    "gpm",
+    "gpm-2x",
+    "gpm+became",
+    JOINT,
+)
+"""What ``became compare`` compares if it is not told otherwise."""
+
+
+def make_plugins(method: str, strengths: Mapping[str, float]) -> Plugins:
+    """The plugins of the method called ``method``; a ValueError with the nearest name if there is none."""
+    return look_up("method", method, METHODS)(strengths)
+
+
+def is_staged(method: str) -> bool:
+    """Whether the method trains each task from the second on twice."""
+    return any(stage and method.endswith(stage) for stage in SECOND_STAGES)
+
+
+class _Reservoir(ReplayPlugin):
+    """Experience replay from a reservoir: ``ReplayPlugin`` without its call of a deprecated method."""
+
+    def __init__(self, mem_size: int) -> None:
+        super().__init__(mem_size=mem_size, storage_policy=ReservoirSamplingBuffer(max_size=mem_size))
+
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self.storage_policy.post_adapt(strategy, strategy.experience)
+
+
+class _SynapticIntelligence(SynapticIntelligencePlugin):
+    """Avalanche's SI keeps the weights before a step as a view of the live weights when they are on the CPU, so that
+    nothing ever seems to have moved and it silently does nothing. Here it keeps copies."""
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().before_training_exp(strategy, **kwargs)
+        _keep_copies(self.ewc_data[0])
+
+    def before_training_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().before_training_iteration(strategy, **kwargs)
+        _keep_copies(self.syn_data["old_theta"])
+
+
+def _keep_copies(weights: Mapping[str, Any]) -> None:
+    for weight in weights.values():
+        weight.data = weight.data.clone()

@@ -1,0 +1,100 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from became_avalanche import train
+from became_avalanche.runs.methods import BASELINES, COMPARED, METHODS, is_staged
+from became_avalanche.runs.presets import BENCHMARKS, Recipe
+from tests import oracles
+from tests.helpers import Spy, blobs, mlp, weights
+
+QUICK = replace(
+    BENCHMARKS["split-digits"],
+    stream=lambda seed: blobs(seed=seed, samples=30),
+    n_tasks=3,
+    model=mlp,
+    recipe=Recipe(learning_rate=0.1, batch_size=10, epochs=3, patience=1, factor=2, lr_min=0.05),
+)
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning")  # Avalanche's SI
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_and_its_numbers_are_those_of_the_matrix(method):
+    result = train(QUICK, method, seed=1)
+    matrix = np.array(result.accuracy, dtype=float)
+    assert matrix.shape == (3, 3)
+    assert result.acc == pytest.approx(np.mean(matrix[-1]))
+    if method == "joint":
+        assert result.bwt is None
+        assert len(result.epochs) == 1
+    else:
+        assert result.acc == pytest.approx(oracles.acc(matrix))
+        assert result.bwt == pytest.approx(oracles.bwt(matrix))
+        assert [len(stages) for stages in result.epochs] == ([1, 2, 2] if is_staged(method) else [1, 1, 1])
+    assert all(1 <= epochs <= 3 for stages in result.epochs for epochs in stages)
+    assert len(result.merges) == (2 if "+" in method else 0)
+    assert result.seconds > 0
+    json.dumps(result.accuracy, allow_nan=False)
+
+
+def trained(method, seed):
+    final = []
+    result = train(QUICK, method, seed, plugins=[Spy(after_training_exp=lambda s: final.append(weights(s.model)))])
+    return replace(result, seconds=0, merges=[replace(m, seconds=0) for m in result.merges]), final[-1]
+
+
+def test_same_seed_gives_the_same_numbers_whatever_ran_before():
+    first, weights_then = trained("gpm+became", 3)
+    torch.rand(5)
+    trained("er", 0)
+    again, weights_now = trained("gpm+became", 3)
+    assert first == again
+    assert all(torch.equal(tensor, weights_now[name]) for name, tensor in weights_then.items())
+    other, _ = trained("gpm+became", 4)
+    assert other.accuracy != first.accuracy
+
+
+def test_control_and_baseline_share_the_first_task():
+    """Methods differ only from the second task on, so that differences seed by seed mean something."""
+    accuracies = {train(QUICK, method, 2).accuracy[0][0] for method in ("finetune", "gpm", "gpm-2x", "gpm+became")}
+    assert len(accuracies) == 1
+
+
+def test_names():
+    assert set(COMPARED) <= set(METHODS)
+    assert {"finetune-2x", "gpm-2x", "gpm+became", "finetune+became"} <= set(METHODS)
+    with pytest.raises(ValueError, match=r"unknown method 'gpm\+becam'; did you mean 'gpm\+became'\?"):
+        train(QUICK, "gpm+becam")
+    with pytest.raises(ValueError, match=r"unknown benchmark 'split-digit'; did you mean 'split-digits'\?"):
+        train("split-digit", "gpm")
+    with pytest.raises(ValueError, match="unknown benchmark 'xyz'; there is split-digits, permuted-digits"):
+        train("xyz", "gpm")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_settings_are_the_ones_that_were_chosen_on_validation_data(name):
+    record = json.loads((Path(__file__).parents[2] / "experiments" / "tuning" / f"{name}.json").read_text())
+    preset = BENCHMARKS[name]
+    assert preset.recipe.learning_rate == record["learning_rate"]["chosen"]
+    assert set(preset.strengths) == set(BASELINES)
+    for method, strength in preset.strengths.items():
+        tried = record["strengths"][method]["tried"]
+        assert strength == record["strengths"][method]["chosen"]
+        assert tried[f"{strength:g}" if f"{strength:g}" in tried else str(strength)] == max(tried.values())
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning")
+def test_si_really_does_something_on_the_cpu():
+    """Avalanche's own plugin gives the weights of plain training here, whatever its strength."""
+
+    def final(method, strength=0.0):
+        states = []
+        spy = Spy(after_training_exp=lambda s: states.append(weights(s.model)))
+        train(replace(QUICK, strengths={"si": strength}), method, plugins=[spy])
+        return states[-1]["features.0.weight"]
+
+    assert not torch.equal(final("si", 1.0), final("finetune"))
