@@ -67,13 +67,17 @@ def test_interrupt_keeps_what_is_finished_and_says_where(tmp_path):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs are started without it
     )
     results = tmp_path / "runs" / "compare" / "results.json"
     deadline = time.monotonic() + 300
     while not results.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    try:
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert re.search(r"became: interrupted; \d+ finished runs are in runs/compare/results\.json", stderr)
     assert "Traceback" not in stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from statistics import mean
 
 from matplotlib.axes import Axes
@@ -30,7 +31,8 @@ def run_figure(run: RunResult) -> Figure:
 def comparison_figure(comparison: Comparison) -> Figure:
     """Accuracy of each task as training goes on, ACC and BWT of all methods, and λ over the tasks."""
     curves = [method for method in comparison.methods if comparison.of(method) and method != JOINT]
-    columns, rows = min(6, len(curves)), -(-len(curves) // 6)
+    rows = ceil(len(curves) / 6)
+    columns = ceil(len(curves) / rows) if rows else 0
     heights = [2.1 * rows + 0.4, 0.3 * len(comparison.rows()) + 1.2]
     figure = Figure(figsize=(12, sum(heights)), layout="constrained")
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=heights).flat

@@ -50,7 +50,6 @@ JOINT = "joint"
 """All tasks at once, as an upper bound."""
 
 
-
 def _staged(make: Callable[[], Plugins], second: Callable[[], Plugins], strengths: Mapping[str, float]) -> Plugins:
     return [*make(), *second()]
 
