@@ -84,9 +84,12 @@ def _quiet() -> None:
 
 
 def _train_all(comparison: Comparison, wandb: str | None) -> None:
+    import torch
+
     from became_avalanche.runs.progress import Progress
     from became_avalanche.runs.train import train
 
+    torch.set_num_threads(1)  # the networks are so small that further threads only wait, and numbers depend on them
     progress = Progress(comparison)
 
     def run(method: str, seed: int) -> RunResult:
