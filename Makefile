@@ -13,7 +13,8 @@ test-long: .venv/installed
 	$(BIN)/pytest -m long
 
 demo: .venv/installed
-	$(BIN)/became compare --benchmark split-digits --seeds 2 --out runs/demo
+	$(BIN)/became compare --benchmark split-digits --seeds 2 --out runs/demo \
+		--methods finetune,ewc,lwf,agem,er,finetune+became,gpm,gpm-2x,gpm+became
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
