@@ -18,12 +18,7 @@ class EqualTrainingPlugin(StagedPlugin):
     with this plugin is not training time.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._experiences = 0
-
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
         run(1)
-        if self._experiences > 0:
+        if self.t > 0:
             run(2)
-        self._experiences += 1

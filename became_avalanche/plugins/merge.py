@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
 from time import perf_counter
 from typing import Any
 
-import torch
 from avalanche.training.templates import SupervisedTemplate
-from avalanche.training.templates.base_sgd import PeriodicEval
-from torch import Tensor, nn
+from torch import Tensor
 
 from became_avalanche.merging.fisher import accumulate, batched_fisher, fit
 from became_avalanche.merging.rules import Merge, became, norm, quadratic_form
 from became_avalanche.plugins.passes import data_pass
-from became_avalanche.plugins.projection import GradientProjectionPlugin
-from became_avalanche.plugins.stages import StagedPlugin, publish
+from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended, publish
+from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,8 @@ class BecameMergePlugin(StagedPlugin):
     All parameters are merged with one λ, the current head included; floating-point buffers (running statistics) too.
     """
 
+    _STATE = ("t", "precision", "merges")
+
     def __init__(self, *, epochs: int | None = None) -> None:
         """Init.
 
@@ -72,59 +71,50 @@ class BecameMergePlugin(StagedPlugin):
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs of stage 2 must be at least 1, or None for the strategy's; got {epochs}")
         self.epochs = epochs
-        self.t = 0
-        """Tasks learned."""
         self.precision: dict[str, Tensor] = {}
         """Diagonal of Λ_t, by parameter name."""
         self.merges: list[MergeRecord] = []
         """One record per merge, so none for the first experience."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later merges depend on, as tensors and plain values."""
-        return {"t": self.t, "precision": dict(self.precision), "merges": [asdict(record) for record in self.merges]}
+        """All that later merges depend on, and the records of the earlier ones."""
+        return {**super().state_dict(), "merges": [asdict(record) for record in self.merges]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that ``state_dict`` returned."""
-        if set(state) != {"t", "precision", "merges"}:
-            raise ValueError(f"not the state of a {type(self).__name__}: it has the keys {sorted(state)}")
-        self.t = state["t"]
-        self.precision = dict(state["precision"])
+        super().load_state_dict(state)
         self.merges = [MergeRecord(**record) for record in state["merges"]]
 
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
         workers = kwargs.get("num_workers", 0)
-        theta_previous = _weights(strategy.model)
+        theta_previous = snapshot(strategy)
         run(1)
         if self.t > 0:
-            theta_gp = _weights(strategy.model)
+            theta_gp = snapshot(strategy)
             with self._free_training(strategy):
                 run(2)
             self._merge(strategy, theta_previous, theta_gp, workers)
         else:
             self.precision = self._fisher(strategy, theta_previous, workers)
-        self.t += 1
 
     def _merge(
         self, strategy: SupervisedTemplate, theta_previous: dict[str, Tensor], theta_gp: dict[str, Tensor], workers: int
     ) -> None:
         start = perf_counter()
-        theta_hat = _weights(strategy.model)
+        theta_hat = snapshot(strategy)
         try:
             fisher = self._fisher(strategy, theta_previous, workers)
             precision = {name: fit(self.precision.get(name), diagonal) for name, diagonal in fisher.items()}
             merge = Merge(self.t + 1, theta_previous, theta_gp, theta_hat, fisher, precision)
             coefficient = became(merge)
-            theta = {name: torch.lerp(theta_gp[name], theta_hat[name], coefficient) for name in theta_gp}
-            _set_weights(strategy.model, theta)
-            fisher = self._fisher(strategy, theta_previous, workers)  # at θ*
-            self.precision = accumulate(self.precision, fisher)
+            restore(strategy, interpolate(theta_gp, theta_hat, coefficient))
+            # what a plugin trains for this task alone needs no precision: no later task moves it
+            shared = {name for name, _ in strategy.model.named_parameters()} & theta_previous.keys()
+            self.precision = accumulate(self.precision, self._fisher(strategy, shared, workers))  # at θ*
         except Exception:
-            _set_weights(strategy.model, theta_gp)  # the weights that are sure to be sound
+            restore(strategy, theta_gp)  # the weights that are sure to be sound
             raise
-        strategy.make_optimizer(reset_optimizer_state=True)  # its state belongs to θ̂, not to θ*
-        for plugin in strategy.plugins:
-            if isinstance(plugin, PeriodicEval):
-                plugin.do_final = plugin.eval_every > -1  # what was evaluated in the last epoch was θ̂
+        finish_merge(strategy)
         record = _record(merge, coefficient, perf_counter() - start)
         self.merges.append(record)
         for name, value in (
@@ -140,8 +130,7 @@ class BecameMergePlugin(StagedPlugin):
         :param names: the parameters to look at; evaluations during the experience may have added heads that it does
             not train.
         """
-        trainable = ((name, p) for name, p in strategy.model.named_parameters() if p.requires_grad)
-        parameters = {name: parameter for name, parameter in trainable if name in names}
+        parameters = {name: parameter for name, parameter in trainable(strategy).items() if name in names}
         dataset = strategy.experience.dataset
         with data_pass(strategy, dataset, strategy.train_mb_size, num_workers=workers) as batches:
             fisher = batched_fisher(((strategy.criterion(), size) for size in batches), parameters)
@@ -157,10 +146,7 @@ class BecameMergePlugin(StagedPlugin):
     def _free_training(self, strategy: SupervisedTemplate) -> Iterator[None]:
         """Stage 2: no projection, and its own number of epochs."""
         train_epochs = strategy.train_epochs
-        with ExitStack() as suspensions:
-            for plugin in strategy.plugins:
-                if isinstance(plugin, GradientProjectionPlugin):
-                    suspensions.enter_context(plugin.suspended())
+        with projections_suspended(strategy):
             try:
                 strategy.train_epochs = self.epochs or train_epochs
                 yield
@@ -181,22 +167,3 @@ def _record(merge: Merge, coefficient: float, seconds: float) -> MergeRecord:
         drift_norm=norm(drift),
         seconds=seconds,
     )
-
-
-def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and floating-point buffers by name."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_floating_point():
-            yield name, tensor
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in _floats(model)}
-
-
-@torch.no_grad()
-def _set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """In place, so that the optimizer and the schedules keep their parameters."""
-    for name, tensor in _floats(model):
-        if name in weights:
-            tensor.copy_(weights[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from avalanche.benchmarks import OnlineCLExperience
 from avalanche.benchmarks.utils import AvalancheDataset
 from avalanche.training.supervised import JointTraining
 from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 
@@ -50,6 +51,28 @@ def data_pass(
             for module, training in modes.items():
                 module.training = training
             strategy.mbatch, strategy.mb_output = mbatch, mb_output
+
+
+def mean_gradients(
+    strategy: SupervisedTemplate,
+    parameters: Mapping[str, Tensor],
+    batch_size: int,
+    n_samples: int | None = None,
+    num_workers: int = 0,
+) -> dict[str, Tensor]:
+    """Gradient of the mean loss over ``n_samples`` of the experience, for those of ``parameters`` that have one."""
+    wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    totals: dict[str, Tensor] = {}
+    samples = 0
+    dataset = strategy.experience.dataset
+    with torch.enable_grad(), data_pass(strategy, dataset, batch_size, n_samples, num_workers) as batches:
+        for size in batches:
+            gradients = torch.autograd.grad(strategy.criterion(), list(wanted.values()), allow_unused=True)
+            for name, gradient in zip(wanted, gradients, strict=True):
+                if gradient is not None:
+                    totals[name] = totals.get(name, 0) + size * gradient
+            samples += size
+    return {name: total / samples for name, total in totals.items()}
 
 
 def refuse_online(strategy: SupervisedTemplate, plugin: object) -> None:

@@ -11,6 +11,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
 from became_avalanche.plugins.passes import data_pass, experiences_in_training
+from became_avalanche.plugins.weights import restore, snapshot
 
 
 class PlateauPlugin(SupervisedPlugin):
@@ -69,7 +70,7 @@ class PlateauPlugin(SupervisedPlugin):
         ended = strategy.clock.train_exp_epochs == strategy.train_epochs - 1
         if loss < self._best_loss:
             self._best_loss, self._left = loss, self.patience
-            self._best_weights = {name: tensor.clone() for name, tensor in strategy.model.state_dict().items()}
+            self._best_weights = snapshot(strategy)
         else:
             self._left -= 1
             if self._left == 0:
@@ -85,7 +86,8 @@ class PlateauPlugin(SupervisedPlugin):
             self._restore_best(strategy)
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        for group, rate in zip(strategy.optimizer.param_groups, self._rates, strict=True):
+        # groups that a method adds for an experience come last, before or after this plugin has counted
+        for group, rate in zip(strategy.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._datasets, self._best_weights = [], {}
 
@@ -105,9 +107,7 @@ class PlateauPlugin(SupervisedPlugin):
             raise ValueError(
                 "the validation loss was not a number in any epoch: the training has diverged; lower the learning rate"
             )
-        for name, tensor in strategy.model.state_dict().items():
-            if name in self._best_weights:  # an evaluation in between may have added heads
-                tensor.copy_(self._best_weights[name])
+        restore(strategy, self._best_weights)
 
     def _validation_data(self, experience: Any) -> Any:
         streams = experience.origin_stream.benchmark.streams

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 from avalanche.evaluation.metric_results import MetricValue
-from avalanche.training.plugins import EarlyStoppingPlugin, LRSchedulerPlugin, SupervisedPlugin
+from avalanche.training.plugins import EarlyStoppingPlugin, LRSchedulerPlugin
 from avalanche.training.templates import SupervisedTemplate
 from avalanche.training.templates.base_sgd import PeriodicEval
 
 from became_avalanche.plugins.passes import refuse_online
+from became_avalanche.plugins.projection import GradientProjectionPlugin
+from became_avalanche.plugins.state import StatefulPlugin
 
 
-class StagedPlugin(SupervisedPlugin, ABC):
+class StagedPlugin(StatefulPlugin, ABC):
     """Runs an experience in stages, by standing in for the strategy's ``_train_exp`` for one call.
 
     All other plugins see one experience: their ``after_training_exp`` runs once, after the last stage, whatever the
@@ -23,14 +26,26 @@ class StagedPlugin(SupervisedPlugin, ABC):
     each stage, when everything else has been restarted.
     """
 
+    _STATE: ClassVar[tuple[str, ...]] = ("t",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = 0
+        """Tasks learned."""
+
+    def stages(self, strategy: SupervisedTemplate) -> bool:
+        """Whether this plugin stages the training, or leaves it to another one in the list."""
+        return True
+
     @abstractmethod
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
         """Train the experience: ``run(1)``, ``run(2)``, ... train it once each, from the weights as they are."""
 
     def before_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        staged = [type(plugin).__name__ for plugin in strategy.plugins if isinstance(plugin, StagedPlugin)]
+        staged = [p for p in strategy.plugins if isinstance(p, StagedPlugin) and p.stages(strategy)]
         if len(staged) > 1:
-            raise ValueError(f"an experience can be staged by one plugin only; got {' and '.join(staged)}: keep one")
+            names = " and ".join(type(plugin).__name__ for plugin in staged)
+            raise ValueError(f"an experience can be staged by one plugin only; got {names}: keep one")
         if not hasattr(strategy, "_train_exp"):
             raise TypeError(
                 f"{type(self).__name__} cannot train {type(strategy).__name__} in stages: it has no _train_exp as the "
@@ -41,6 +56,8 @@ class StagedPlugin(SupervisedPlugin, ABC):
         refuse_online(strategy, self)
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if not self.stages(strategy):
+            return
         vars(strategy).pop("_train_exp", None)  # left over if another plugin failed right after this callback
         train_exp = strategy._train_exp
 
@@ -55,10 +72,13 @@ class StagedPlugin(SupervisedPlugin, ABC):
                 for plugin in strategy.plugins:
                     if hasattr(plugin, "on_stage_start"):
                         plugin.on_stage_start(strategy, stage)
+                if stage > 1:
+                    controls.evaluate()
                 train_exp(experience, [], **kwargs)
                 strategy._stop_training = False  # a stop in the last epoch would skip whatever comes next
 
             self.run_stages(strategy, run, **kwargs)
+            self.t += 1
 
         strategy._train_exp = train_in_stages
 
@@ -86,9 +106,22 @@ class _Controls:
                 plugin.before_training_exp(strategy)
         strategy.clock.before_training_exp(strategy)
         strategy.model.train()
-        for plugin in strategy.plugins:
+
+    def evaluate(self) -> None:
+        """The evaluation that Avalanche starts a training with: early stopping compares with the last one."""
+        for plugin in self.strategy.plugins:
             if isinstance(plugin, PeriodicEval):
-                plugin.before_training(strategy)  # early stopping compares with the last evaluation
+                plugin.before_training(self.strategy)
+
+
+@contextmanager
+def projections_suspended(strategy: SupervisedTemplate) -> Iterator[None]:
+    """A context in which no gradient projection plugin of the strategy projects or freezes anything."""
+    with ExitStack() as suspensions:
+        for plugin in strategy.plugins:
+            if isinstance(plugin, GradientProjectionPlugin):
+                suspensions.enter_context(plugin.suspended())
+        yield
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -100,3 +133,11 @@ def publish(origin: object, strategy: SupervisedTemplate, name: str, value: floa
     clock = strategy.clock
     full_name = f"{name}/train_phase/train_stream/Exp{clock.train_exp_counter:03d}"
     strategy.evaluator.publish_metric_value(MetricValue(origin, full_name, value, clock.train_iterations))
+
+
+def finish_merge(strategy: SupervisedTemplate) -> None:
+    """What a merge has to do beside the weights."""
+    strategy.make_optimizer(reset_optimizer_state=True)  # its state belongs to the last stage
+    for plugin in strategy.plugins:
+        if isinstance(plugin, PeriodicEval):
+            plugin.do_final = plugin.eval_every > -1  # what was evaluated in the last epoch was the last stage

@@ -363,17 +363,21 @@ def controlled(model, make_optimizer, make_schedule, plugins, **kwargs):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", set(SCHEDULES) - {"sequence"})
 def test_second_stage_is_bitwise_a_plain_training(optimizer, schedule):
-    start, ends = {}, []
+    start, ends, stages = {}, [], []
 
-    def keep_start(strategy, stage):
-        if stage == 2:
+    def keep_start(strategy):
+        if stages and stages[-1] == 2 and not start:
             start.update(model=copy.deepcopy(strategy.model), random=torch.get_rng_state(), epochs=[])
 
     def keep_epoch(strategy):
         if start:
             start["epochs"].append((weights(strategy.model), strategy.optimizer.param_groups[0]["lr"]))
 
-    spy = Spy(on_stage_start=keep_start, after_training_epoch=keep_epoch)
+    spy = Spy(
+        on_stage_start=lambda s, stage: stages.append(stage),
+        before_training_epoch=keep_start,
+        after_training_epoch=keep_epoch,
+    )
     torch.manual_seed(0)
     strategy = controlled(mlp(), OPTIMIZERS[optimizer], SCHEDULES[schedule], [spy, GPMPlugin(0.9), BecameMergePlugin()])
     first, second = blobs(n_tasks=2).train_stream
@@ -454,15 +458,15 @@ def test_a_stop_in_the_last_epoch_skips_nothing():
 
 def test_second_stage_starts_from_an_evaluation_of_its_first_weights():
     """Early stopping and plateau schedules compare with the last evaluation, which was of other weights."""
-    losses = []
+    losses, stages = [], []
     key = "Loss_Exp/eval_phase/valid_stream/Task001/Exp001"
 
     def change_weights(strategy):
         with torch.no_grad():
             strategy.model.features[0].weight.mul_(0.5)
 
-    def compare_with_evaluator(strategy, stage):
-        if stage == 2:
+    def compare_with_evaluator(strategy):
+        if stages and stages.pop() == 2:
             x, y = batch_of(blobs().valid_stream[1])
             strategy.model.eval()
             with torch.no_grad():
@@ -470,7 +474,7 @@ def test_second_stage_starts_from_an_evaluation_of_its_first_weights():
             strategy.model.train()
             losses.append((float(loss), strategy.evaluator.get_last_metrics()[key]))
 
-    spy = Spy(on_stage_start=compare_with_evaluator)
+    spy = Spy(on_stage_start=lambda s, stage: stages.append(stage), before_training_epoch=compare_with_evaluator)
     late = Spy(after_training_epoch=change_weights)
     torch.manual_seed(0)
     strategy = naive(mlp(), [BecameMergePlugin(), spy], metrics=[loss_metrics(experience=True)], eval_every=1)
