@@ -55,6 +55,77 @@ def gpm_later(u, a, threshold):
     return np.column_stack([u, *new]) if new else u
 
 
+def phi(s, alpha):
+    """SGP's and GPCNS's importance of strengths, one by one."""
+    return np.array([(alpha + 1) * value / (alpha * value + max(s)) for value in s])
+
+
+def sgp_later(u, importance, a, threshold, alpha):
+    """Basis and importances after a later task, with the strengths of old vectors from a second SVD, as published."""
+    new = gpm_later(u, a, threshold)
+    inside, s, _ = np.linalg.svd(u @ (u.T @ a), full_matrices=False)
+    overlap = (u.T @ inside) ** 2
+    old_strengths = np.sqrt(overlap @ s**2)
+    residual = a - u @ (u.T @ a)
+    new_strengths = np.linalg.svd(residual, compute_uv=False)[: new.shape[1] - u.shape[1]]
+    now = phi(np.concatenate([old_strengths, new_strengths]), alpha)
+    return new, np.minimum(1, now + np.concatenate([importance, np.zeros(len(new_strengths))]))
+
+
+def trgp_later(u, a, threshold, slip=False):
+    """Protected basis and task subspace after a later task; ``slip`` leaves the strongest new vector unprotected."""
+    residual = a - u @ (u.T @ a)
+    vectors, s, _ = np.linalg.svd(residual, full_matrices=False)
+    energies = [float(v @ a @ a.T @ v) for v in u.T] + list(s**2)
+    columns = list(u.T) + list(vectors.T)
+    held, chosen = 0.0, []
+    for index in sorted(range(len(energies)), key=lambda i: -energies[i]):
+        if held >= threshold * np.sum(a**2):
+            break
+        chosen.append(index)
+        held += energies[index]
+    first_new = u.shape[1] + (1 if slip else 0)
+    protected = [column for index, column in enumerate(columns) if index in chosen and index >= first_new]
+    space = np.column_stack([columns[index] for index in sorted(chosen)])
+    return np.column_stack([u, *protected]) if protected else u, space
+
+
+def leading(s, threshold, below):
+    """How many leading singular values reach the threshold of their sum, or stay below it."""
+    fraction = np.cumsum(s) / np.sum(s)
+    k = int(np.sum(fraction < threshold))
+    return k if below else min(k + 1, len(s))
+
+
+def gpcns(gradients, thresholds, alpha, below=False):
+    """The matrix N diag(importance) Nᵀ after the tasks with ``gradients`` (o, d), from the published stacks."""
+    spaces = []
+    for t, threshold in enumerate(thresholds):
+        _, s, vt = np.linalg.svd(np.vstack(gradients[: t + 1]), full_matrices=False)
+        spaces.append(vt[: leading(s, threshold, below)].T)
+    vectors, s, _ = np.linalg.svd(np.hstack(spaces), full_matrices=False)
+    k = leading(s, thresholds[-1], below) if len(gradients) > 1 else spaces[0].shape[1]
+    vectors, s = vectors[:, :k], s[:k]
+    return (vectors * phi(s, alpha)) @ vectors.T if k else np.zeros((len(vectors), len(vectors)))
+
+
+def nscl_null_space(c, a, floor):
+    """V₂ V₂ᵀ: the eigenvectors with eigenvalues up to ``a`` times the smallest, which is at least the floor."""
+    values, vectors = np.linalg.eigh(c)
+    values = np.maximum(values, 0)
+    null = vectors[:, values <= a * max(values.min(), floor * values.max())]
+    return null @ null.T
+
+
+def owm(columns, alpha):
+    """The published recursion, one input at a time."""
+    p = np.eye(len(columns))
+    for x in columns.T:
+        k = p @ x
+        p = p - np.outer(k, k) / (alpha + x @ k)
+    return p
+
+
 def line_objective(weight, delta, fisher, precision):
     """Eq. 11 with Eq. 12: what the coefficient minimises, up to a constant."""
     return 0.5 * (weight - 1) ** 2 * np.sum(fisher * delta**2) + 0.5 * weight**2 * np.sum(precision * delta**2)

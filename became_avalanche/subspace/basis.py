@@ -7,6 +7,7 @@ zero and stand last, which every product below ignores by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isinf
 
 import torch
 from torch import Tensor
@@ -26,22 +27,55 @@ def grow_basis(basis: Tensor, inputs: InputMatrix, threshold: float, *, below: b
 
     ``below=True`` is the rule of the published GPM code for a first task: the largest ``k`` that stays *below* the
     threshold, one vector fewer.
-
-    The published update can corrupt its basis: singular vectors of a rank-deficient residual are not orthogonal to
-    ``U``, and the projection then reverses gradients. Here the threshold ends before directions without energy would
-    be taken, and those taken are orthonormalised once more, against ``U`` and each other.
     """
     old = basis.double()
     total = inputs.energy().unsqueeze(-1)
     energies, vectors = inputs.residual_spectrum(old)
     old_energy = (total - energies.sum(-1, keepdim=True)).clamp(min=0)
-    held = old_energy + energies.cumsum(-1)  # with each vector; without it, held - energies
-    taken = (held if below else held - energies) < min(threshold, MAX_THRESHOLD) * total
+    taken = reach(energies, threshold, total, held=old_energy, below=below)
+    return compact(torch.cat([old, orthonormal(vectors, taken, old)], dim=-1))
+
+
+def reach(
+    masses: Tensor, threshold: float, total: Tensor, *, held: float | Tensor = 0.0, below: bool = False
+) -> Tensor:
+    """Which of ``masses`` (groups, n) to take, in their order, until ``held`` and they reach ``threshold * total``.
+
+    ``below=True`` takes those that stay below the threshold, one fewer.
+    """
+    with_it = held + masses.cumsum(-1)
+    return (with_it if below else with_it - masses) < min(threshold, MAX_THRESHOLD) * total
+
+
+def orthonormal(vectors: Tensor, taken: Tensor, old: Tensor) -> Tensor:
+    """The first of ``vectors``, as many as each group has ``taken``, orthonormal among each other and to ``old``.
+
+    The published updates can corrupt their basis: singular vectors of a rank-deficient residual are not orthogonal to
+    the old basis, and the projection then reverses gradients. Thresholds end before directions without energy would be
+    taken (``MAX_THRESHOLD``), and those taken are orthonormalised once more.
+    """
     taken = taken[..., : int(taken.sum(-1).max())].unsqueeze(-2)  # what is taken stands first
     new = vectors[..., : taken.shape[-1]] * taken
     new = new - old @ (old.mT @ new)
-    new = torch.linalg.qr(new).Q * taken
-    return _compact(torch.cat([old, new], dim=-1))
+    orthogonal: Tensor = torch.linalg.qr(new).Q
+    return orthogonal * taken
+
+
+def importance(strengths: Tensor, alpha: float) -> Tensor:
+    """``φ(s) = (α + 1) s / (α s + max s)`` of ``strengths`` (groups, r): 1 for the strongest, 0 for no strength.
+
+    With ``α = inf`` every strength above 0 counts 1.
+    """
+    if isinf(alpha):
+        return (strengths > 0).to(strengths)
+    strongest = strengths.max(-1, keepdim=True).values if strengths.shape[-1] else strengths
+    return (alpha + 1) * strengths / (alpha * strengths + strongest).clamp(min=torch.finfo(strengths.dtype).tiny)
+
+
+def directions(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms, and directions of length 1, of columns (groups, d, r), such as ``InputMatrix.compressed()``."""
+    norms = columns.double().norm(dim=-2)
+    return norms, columns / norms.clamp(min=torch.finfo(columns.dtype).tiny).to(columns.dtype).unsqueeze(-2)
 
 
 def ranks(basis: Tensor) -> Tensor:
@@ -49,7 +83,7 @@ def ranks(basis: Tensor) -> Tensor:
     return basis.any(dim=-2).sum(-1)
 
 
-def _compact(basis: Tensor) -> Tensor:
+def compact(basis: Tensor) -> Tensor:
     """Move each group's zero columns to the end and cut what is zero in all groups."""
     order = basis.any(dim=-2).to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     basis = basis.take_along_dim(order.unsqueeze(-2), dim=-1)
@@ -58,7 +92,7 @@ def _compact(basis: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Projector:
-    """``G -> G − G U Uᵀ`` as a thin factor: ``U``, or a basis of its complement where that is the thinner one."""
+    """``G -> G − G U diag(importance) Uᵀ`` as a thin factor ``R`` of what is removed, or of what is left if thinner."""
 
     factor: Tensor
     complement: bool
@@ -69,14 +103,21 @@ class Projector:
         return inside if self.complement else rows - inside
 
     @staticmethod
-    def away_from(basis: Tensor) -> Projector:
-        """The projector that removes the span of ``basis``."""
+    def away_from(basis: Tensor, importance: Tensor | None = None) -> Projector:
+        """The projector that removes the span of ``basis``, or of each vector the fraction ``importance`` in [0, 1]."""
+        if importance is None:
+            importance = basis.new_ones(basis.shape[0], basis.shape[-1])
+        importance = importance.to(basis).unsqueeze(-2)
+        removed = compact(basis * importance.sqrt())
+        weak = compact(basis * (1 - importance).clamp(min=0).sqrt())
+        basis = compact(basis)
         dimension = basis.shape[-2]
         rank = ranks(basis)
         fewest = int(rank.min())
-        if dimension - fewest >= basis.shape[-1]:
-            return Projector(basis, complement=False)
+        if dimension - fewest + weak.shape[-1] >= removed.shape[-1]:
+            return Projector(removed, complement=False)
         # A zero column adds nothing to a Householder QR: the columns from a group's rank on span its complement.
         full = torch.linalg.qr(basis.double(), mode="complete").Q[..., fewest:]
         beyond = torch.arange(fewest, dimension, device=basis.device) >= rank.unsqueeze(-1)
-        return Projector((full * beyond.unsqueeze(-2)).to(basis.dtype), complement=True)
+        free = (full * beyond.unsqueeze(-2)).to(basis.dtype)
+        return Projector(compact(torch.cat([free, weak], dim=-1)), complement=True)

@@ -148,6 +148,25 @@ class InputMatrix:
             return self._gram.diagonal(dim1=-2, dim2=-1).sum(-1)
         return self._kept_columns().square().sum((-2, -1))
 
+    def energy_along(self, basis: Tensor) -> Tensor:
+        """``uᵀ C u`` for each vector ``u`` of ``basis``: the energy of the inputs along it."""
+        basis = basis.double()
+        if self._gram is not None:
+            return (basis * (self._gram @ basis)).sum(-2).clamp(min=0)
+        return (self._kept_columns().mT @ basis).square().sum(-2)
+
+    def compressed(self) -> Tensor:
+        """The fewest columns with the same Gram matrix: left singular vectors times singular values, descending.
+
+        At most ``d`` columns, whatever went in. As a square root of ``C`` they keep in single precision what ``C``
+        itself needs double precision for.
+        """
+        energies, vectors = self.residual_spectrum(self.empty_basis())
+        noise = energies[..., :1] * energies.shape[-1] * torch.finfo(energies.dtype).eps
+        kept = energies > noise
+        columns = vectors * (energies.sqrt() * kept).unsqueeze(-2)
+        return columns[..., : int(kept.sum(-1).max())]
+
     def residual_spectrum(self, basis: Tensor) -> tuple[Tensor, Tensor]:
         """Squared singular values, descending, and left singular vectors of ``Â = A − U Uᵀ A``."""
         if self._gram is None:
@@ -166,16 +185,19 @@ class InputMatrix:
 
 
 @contextmanager
-def recorded_inputs(layers: Mapping[str, list[Layer]], ones: Collection[str] = ()) -> Iterator[dict[str, InputMatrix]]:
+def recorded_inputs(
+    layers: Mapping[str, list[Layer]], ones: Collection[str] = (), *, batch_mean: bool = False
+) -> Iterator[dict[str, InputMatrix]]:
     """While open, every forward pass adds the inputs of ``layers`` to their matrices.
 
-    Layers whose name is in ``ones`` get a constant 1 as last row: the input that their bias multiplies.
-    A layer that sees no input has no entry.
+    Layers whose name is in ``ones`` get a constant 1 as last row: the input that their bias multiplies. With
+    ``batch_mean``, what is added is the mean input of the batch. A layer that sees no input has no entry.
     """
     matrices: dict[str, InputMatrix] = {}
 
     def record(name: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for columns in input_columns(layer, (args[0] if args else kwargs["input"]).detach()):
+        x = (args[0] if args else kwargs["input"]).detach()
+        for columns in input_columns(layer, x.mean(0, keepdim=True) if batch_mean else x):
             if name in ones:
                 columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
             matrices.setdefault(name, InputMatrix()).add(columns)

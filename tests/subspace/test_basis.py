@@ -232,3 +232,32 @@ def test_bases_in_float32_project_well(columns):
     basis = basis_after([a], [0.99]).float()
     rows = torch.randn(1, 4, 20)
     assert (Projector.away_from(basis)(rows) @ basis).abs().max() < 1e-5
+
+
+@given(groups=st.integers(1, 3), d=st.integers(1, 10), data=st.data())
+def test_scaled_projector_equals_the_dense_matrix(groups, d, data):
+    """Whichever factor it keeps, and whatever the ranks of the groups."""
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    ranks_of_groups = [data.draw(st.integers(0, d)) for _ in range(groups)]
+    levels = data.draw(st.sampled_from([[1.0], [0.0, 1.0], [0.3, 1.0], [0.2, 0.7]]))
+    basis = np.zeros((groups, d, max(ranks_of_groups)))
+    importances = generator.choice(levels, size=(groups, max(ranks_of_groups)))
+    for group, rank in enumerate(ranks_of_groups):
+        basis[group, :, :rank] = np.linalg.qr(generator.normal(size=(d, d)))[0][:, :rank]
+    rows = generator.normal(size=(groups, 4, d))
+    projector = Projector.away_from(torch.from_numpy(basis), torch.from_numpy(importances))
+    expected = rows - rows @ (basis * importances[:, None]) @ basis.transpose(0, 2, 1)
+    np.testing.assert_allclose(projector(torch.from_numpy(rows)).numpy(), expected, atol=1e-9)
+    assert projector.factor.shape[-1] <= d
+
+
+@given(inputs(), st.integers(1, 4), st.booleans())
+def test_compressed_columns_have_the_same_gram_matrix(a, chunks, single):
+    matrix = matrix_of(a, chunks)
+    columns = matrix.compressed()[0]
+    assert columns.shape[-1] == np.linalg.matrix_rank(a) <= len(a)
+    norms = columns.norm(dim=0)
+    assert torch.all(norms[:-1] >= norms[1:])
+    if single:  # squared singular values of a thousandth of the largest are still there
+        columns = columns.float().double()
+    np.testing.assert_allclose((columns @ columns.T).numpy(), a @ a.T, atol=1e-6 * np.sum(a**2))
