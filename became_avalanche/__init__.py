@@ -14,27 +14,43 @@ if TYPE_CHECKING:
     from became_avalanche.merging.rules import Merge
     from became_avalanche.metrics.accuracy import AccuracyMatrix
     from became_avalanche.models.mlp import MultiHeadMLP
+    from became_avalanche.models.resnet import ReducedResNet18
+    from became_avalanche.plugins.connector import ConnectorPlugin
     from became_avalanche.plugins.control import EqualTrainingPlugin
+    from became_avalanche.plugins.gpcns import GPCNSPlugin
     from became_avalanche.plugins.gpm import GPMPlugin
     from became_avalanche.plugins.merge import BecameMergePlugin, MergeRecord
+    from became_avalanche.plugins.nscl import LaterRatePlugin, NSCLPlugin, nscl_groups
+    from became_avalanche.plugins.owm import OWMPlugin
     from became_avalanche.plugins.plateau import PlateauPlugin
     from became_avalanche.plugins.projection import GradientProjectionPlugin
+    from became_avalanche.plugins.sgp import SGPPlugin
     from became_avalanche.plugins.stages import StagedPlugin
+    from became_avalanche.plugins.trgp import TRGPPlugin
     from became_avalanche.runs.train import RunResult, train
 
 _HOMES = {
     "AccuracyMatrix": "metrics.accuracy",
     "BecameMergePlugin": "plugins.merge",
+    "ConnectorPlugin": "plugins.connector",
     "EqualTrainingPlugin": "plugins.control",
+    "GPCNSPlugin": "plugins.gpcns",
     "GPMPlugin": "plugins.gpm",
     "GradientProjectionPlugin": "plugins.projection",
+    "LaterRatePlugin": "plugins.nscl",
     "Merge": "merging.rules",
     "MergeRecord": "plugins.merge",
     "MultiHeadMLP": "models.mlp",
+    "NSCLPlugin": "plugins.nscl",
+    "OWMPlugin": "plugins.owm",
     "PlateauPlugin": "plugins.plateau",
+    "ReducedResNet18": "models.resnet",
     "RunResult": "runs.train",
+    "SGPPlugin": "plugins.sgp",
     "StagedPlugin": "plugins.stages",
+    "TRGPPlugin": "plugins.trgp",
     "WandBLogger": "logging.wandb",
+    "nscl_groups": "plugins.nscl",
     "permuted_digits": "benchmarks.digits",
     "split_digits": "benchmarks.digits",
     "train": "runs.train",
@@ -43,16 +59,25 @@ _HOMES = {
 __all__ = [
     "AccuracyMatrix",
     "BecameMergePlugin",
+    "ConnectorPlugin",
     "EqualTrainingPlugin",
+    "GPCNSPlugin",
     "GPMPlugin",
     "GradientProjectionPlugin",
+    "LaterRatePlugin",
     "Merge",
     "MergeRecord",
     "MultiHeadMLP",
+    "NSCLPlugin",
+    "OWMPlugin",
     "PlateauPlugin",
+    "ReducedResNet18",
     "RunResult",
+    "SGPPlugin",
     "StagedPlugin",
+    "TRGPPlugin",
     "WandBLogger",
+    "nscl_groups",
     "permuted_digits",
     "split_digits",
     "train",

@@ -84,6 +84,35 @@ def convnet():
 CONV_SHAPE = (2, 6, 6)
 
 
+class Block(nn.Module):
+    """A residual block with a strided shortcut convolution."""
+
+    def __init__(self, channels, out):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, out, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)
+        self.shortcut = nn.Conv2d(channels, out, 1, stride=2, bias=False)
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        return (y + self.shortcut(x)).relu()
+
+
+def resnet():
+    """A small ResNet for images of CONV_SHAPE."""
+    return Network(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            Block(4, 6),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        ),
+        24,
+    )
+
+
 def naive(model, plugins=(), optimizer=None, metrics=(), loggers=(), **kwargs):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"train_mb_size": 10, "train_epochs": 2, "eval_mb_size": 20, **kwargs}

@@ -7,21 +7,44 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from avalanche.models import IncrementalClassifier, MultiHeadClassifier
-from avalanche.training.plugins import SupervisedPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
-from became_avalanche.plugins.passes import data_pass, refuse_online
-from became_avalanche.subspace.layers import InputMatrix, LayerMap, as_rows, from_rows, map_layers, recorded_inputs
+from became_avalanche.plugins.passes import data_pass, mean_gradients, refuse_online
+from became_avalanche.plugins.state import StatefulPlugin
+from became_avalanche.subspace.layers import (
+    InputMatrix,
+    LayerMap,
+    as_rows,
+    from_rows,
+    is_below,
+    map_layers,
+    recorded_inputs,
+)
 
-HEADS = (MultiHeadClassifier, IncrementalClassifier)
+
+def task_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """The heads of the model that Avalanche makes grow with the tasks, by name."""
+    heads: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MultiHeadClassifier | IncrementalClassifier) and not is_below(name, heads):
+            heads[name] = module
+    return heads
 
 
-class GradientProjectionPlugin(SupervisedPlugin, ABC):
+class ProjectionOptions(TypedDict, total=False):
+    """Options that all gradient projection plugins share; see ``GradientProjectionPlugin``."""
+
+    bias: Literal["freeze", "augment", "free"]
+    exclude: Sequence[str]
+    strict: bool
+
+
+class GradientProjectionPlugin(StatefulPlugin, ABC):
     """Keeps the outputs of a model's layers on the inputs of earlier experiences where they are.
 
     After each experience the method stores, per layer, which input directions matter (``update_memory``). In later
@@ -34,7 +57,15 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
     The promise holds with any optimizer. Under plain SGD (no momentum, no weight decay) the gradient is projected;
     under any other optimizer the update is, since momentum, weight decay and adaptive steps leave the subspace that
     the gradient lies in. Optimizer state does not survive from one experience to the next.
+
+    A method that needs more of the life cycle overrides ``observe`` (what the memory is made of: by default the inputs
+    of the layers), ``freezes_normalisation``, or ``own_parameters`` (what it trains beside the model).
     """
+
+    freezes_normalisation: ClassVar[bool] = True
+    """Whether the parameters of normalisation layers are frozen after the first experience."""
+
+    _STATE: ClassVar[tuple[str, ...]] = ("experiences", "memory")
 
     def __init__(
         self,
@@ -79,12 +110,25 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         self._forget_experience()
 
     @abstractmethod
-    def update_memory(self, name: str, inputs: InputMatrix) -> None:
-        """Take the inputs that the layer with weight ``name`` saw in the experience that ends into ``self.memory``."""
+    def update_memory(self, name: str, observed: InputMatrix) -> None:
+        """Take what was observed of the layer with weight ``name`` in the experience into ``self.memory``."""
 
     @abstractmethod
     def projector(self, name: str) -> Callable[[Tensor], Tensor]:
         """What to apply to the rows (groups, out, d) of a gradient or update of the weight ``name``."""
+
+    def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
+        """What ``update_memory`` gets of each layer at the end of an experience: its inputs."""
+        batch_size = max(strategy.train_mb_size, 128)  # the usual n_samples pass as one batch, as in the references
+        inputs = self._layer_inputs(strategy, batch_size, num_workers)
+        layers = self._layers.protected
+        unseen = [name for name, users in layers.items() if name not in inputs and users[0].weight.grad is not None]
+        self._complain(unseen, "were trained but never called as modules, so their inputs are unknown")
+        return inputs
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that the method trains beside the model's in this experience, by a name that no other has."""
+        return {}
 
     # ------------------------------------------------------------------------------------------------ public state
 
@@ -97,24 +141,11 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         finally:
             self._suspensions -= 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """The memory, as tensors and plain values."""
-        return {
-            "experiences": self.experiences,
-            "memory": {name: dict(tensors) for name, tensors in self.memory.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a memory that ``state_dict`` returned."""
-        if set(state) != {"experiences", "memory"}:
-            raise ValueError(f"not the state of a {type(self).__name__}: it has the keys {sorted(state)}")
-        self.experiences = state["experiences"]
-        self.memory = {name: dict(tensors) for name, tensors in state["memory"].items()}
-
     # --------------------------------------------------------------------------------------------------- callbacks
 
     def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         refuse_online(strategy, self)
+        _refuse_heads_without_a_group(strategy)
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._forget_experience()
@@ -126,17 +157,16 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         if self.experiences == 0:
             return
         parameters = dict(strategy.model.named_parameters())
-        frozen = list(self._layers.normalisation)
-        for name, users in self._layers.protected.items():
+        frozen = list(self._layers.normalisation) if self.freezes_normalisation else []
+        for name in self._layers.protected:
             if name not in self.memory:  # new, or not used so far
                 continue
-            guarded, bias = [parameters[name]], self._layers.biases.get(name)
-            if bias is not None and name in self._augmented:
-                guarded.append(parameters[bias])
-            elif bias is not None and self.bias != "free":
+            bias = self._layers.biases.get(name)
+            if bias is not None and name not in self._augmented and self.bias != "free":
                 frozen.append(bias)
+            guarded = [parameters[part] for part in self._parts(name)]
             self._store_like(name, parameters[name])
-            self._guards.append(_Guard(name, guarded, getattr(users[0], "groups", 1), self.projector(name)))
+            self._guards.append(_Guard(name, guarded, self._groups(name), self.projector(name)))
         self._guards += [_Guard(name, [parameters[name]], 1, torch.zeros_like) for name in frozen]
 
     @torch.no_grad()
@@ -158,21 +188,14 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
 
     @torch.no_grad()
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        layers = self._layers.protected
-        batch_size = max(strategy.train_mb_size, 128)  # the usual n_samples pass as one batch, as in the references
-        with (
-            data_pass(
-                strategy, strategy.experience.dataset, batch_size, self.n_samples, kwargs.get("num_workers", 0)
-            ) as batches,
-            recorded_inputs(layers, ones=self._augmented) as inputs,
-        ):
-            for _ in batches:
-                pass
-        unseen = [name for name, users in layers.items() if name not in inputs and users[0].weight.grad is not None]
-        self._complain(unseen, "were trained but never called as modules, so their inputs are unknown")
-        for name, matrix in inputs.items():
-            self.update_memory(name, matrix)
-            self._store_like(name, layers[name][0].weight)
+        observations = self.observe(strategy, kwargs.get("num_workers", 0))
+        for name, observed in observations.items():
+            if not observed.energy().isfinite().all():
+                what = f"what was observed of layer {name} is not finite"
+                raise ValueError(f"{what}: the training has diverged; lower the learning rate")
+        for name, observed in observations.items():
+            self.update_memory(name, observed)
+            self._store_like(name, self._layers.protected[name][0].weight)
         self.experiences += 1
         self._forget_experience()
 
@@ -184,9 +207,45 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
         self._guards = []
         self._in_gradient = True
 
+    def _parts(self, name: str) -> list[str]:
+        """The parameters that are protected together with the weight ``name``: itself, and its bias if augmented."""
+        return [name, self._layers.biases[name]] if name in self._augmented else [name]
+
+    def _groups(self, name: str) -> int:
+        return getattr(self._layers.protected[name][0], "groups", 1)
+
+    def _layer_inputs(
+        self, strategy: SupervisedTemplate, batch_size: int, num_workers: int, *, batch_mean: bool = False
+    ) -> dict[str, InputMatrix]:
+        """The inputs of each layer in a pass over the experience."""
+        dataset = strategy.experience.dataset
+        with (
+            data_pass(strategy, dataset, batch_size, self.n_samples, num_workers) as batches,
+            recorded_inputs(self._layers.protected, ones=self._augmented, batch_mean=batch_mean) as inputs,
+        ):
+            for _ in batches:
+                pass
+        return inputs
+
+    def _gradient_rows(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, Tensor]:
+        """The gradient of the mean loss over ``n_samples`` of the experience, as rows, where there is one."""
+        parameters = dict(strategy.model.named_parameters())
+        parts = {name: self._parts(name) for name in self._layers.protected}
+        wanted = {part: parameters[part] for names in parts.values() for part in names}
+        batch_size = max(strategy.train_mb_size, 128)
+        gradients = mean_gradients(strategy, wanted, batch_size, self.n_samples, num_workers)
+        return {
+            name: as_rows([gradients[part] for part in names], self._groups(name))
+            for name, names in parts.items()
+            if all(part in gradients for part in names)
+        }
+
     def _store_like(self, name: str, weight: Tensor) -> None:
         """Keep the memory of a layer in the dtype and on the device of its weight."""
-        self.memory[name] = {key: tensor.to(weight) for key, tensor in self.memory[name].items()}
+        self.memory[name] = {
+            key: tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else tensor.dtype)
+            for key, tensor in self.memory[name].items()
+        }
 
     def _map_layers(self, model: nn.Module) -> LayerMap:
         modules = dict(model.named_modules())
@@ -194,8 +253,7 @@ class GradientProjectionPlugin(SupervisedPlugin, ABC):
             if name not in modules:
                 close = get_close_matches(name, modules, n=1) or [", ".join(filter(None, modules))]
                 raise ValueError(f"exclude names {name!r}, which the model does not have; did you mean {close[0]}?")
-        heads = [name for name, module in modules.items() if isinstance(module, HEADS)]
-        layers = map_layers(model, skip=[*heads, *self.exclude])
+        layers = map_layers(model, skip=[*task_heads(model), *self.exclude])
         self._complain(layers.unprotectable, "have parameters of a kind that cannot be protected")
         if not layers.protected:
             raise ValueError(
@@ -259,6 +317,22 @@ def _trainable_together(model: nn.Module, biases: dict[str, str]) -> set[str]:
     """The weights that train together with their bias."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {weight for weight, bias in biases.items() if {weight, bias} <= trainable}
+
+
+def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:
+    """Avalanche puts a new head into the parameter group of its siblings, and fails obscurely if there is no such."""
+    groups = strategy.optimizer.param_groups
+    for name, module in task_heads(strategy.model).items():
+        if len(groups) == 1:
+            continue
+        own = {id(parameter) for parameter in module.parameters()}
+        homes = [index for index, group in enumerate(groups) if own & {id(parameter) for parameter in group["params"]}]
+        if len(homes) != 1:
+            raise ValueError(
+                f"the optimizer has {len(groups)} parameter groups, and the parameters of the head {name!r} are in "
+                f"{homes or 'none'} of them: Avalanche could not tell where those of the next task belong. Put all of "
+                f"them into one group, as with {{'params': model.{name}.parameters()}}"
+            )
 
 
 def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:

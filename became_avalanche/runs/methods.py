@@ -20,17 +20,32 @@ from avalanche.training.plugins import (
 from avalanche.training.storage_policy import ReservoirSamplingBuffer
 from avalanche.training.templates import SupervisedTemplate
 
+from became_avalanche.plugins.connector import ConnectorPlugin
 from became_avalanche.plugins.control import EqualTrainingPlugin
+from became_avalanche.plugins.gpcns import GPCNSPlugin
 from became_avalanche.plugins.gpm import GPMPlugin
 from became_avalanche.plugins.merge import BecameMergePlugin
+from became_avalanche.plugins.nscl import NSCLPlugin
+from became_avalanche.plugins.owm import OWMPlugin
+from became_avalanche.plugins.sgp import SGPPlugin
+from became_avalanche.plugins.trgp import TRGPPlugin
 from became_avalanche.runs.names import look_up
 
 Plugins = list[SupervisedPlugin]
 
-PROJECTIONS: dict[str, Callable[[], Plugins]] = {
-    "finetune": lambda: [],
-    "gpm": lambda: [GPMPlugin()],
+Strengths = Mapping[str, float]
+"""Method -> its one setting that is chosen per benchmark, where that is not the default."""
+
+PROJECTIONS: dict[str, list[Callable[..., SupervisedPlugin]]] = {
+    "finetune": [],
+    "gpm": [GPMPlugin],
+    "sgp": [SGPPlugin],
+    "trgp": [TRGPPlugin],
+    "gpcns": [GPCNSPlugin],
+    "nscl": [NSCLPlugin],
+    "owm": [OWMPlugin],
 }
+"""Name -> plugin, whose first argument is the strength."""
 
 SECOND_STAGES: dict[str, Callable[[], Plugins]] = {
     "": lambda: [],
@@ -50,24 +65,33 @@ JOINT = "joint"
 """All tasks at once, as an upper bound."""
 
 
-def _staged(make: Callable[[], Plugins], second: Callable[[], Plugins], strengths: Mapping[str, float]) -> Plugins:
-    return [*make(), *second()]
+def _projected(name: str, second: Callable[[], Plugins], strengths: Strengths) -> Plugins:
+    strength = [strengths[name]] if name in strengths else []
+    return [*(make(*strength) for make in PROJECTIONS[name]), *second()]
 
 
-def _baseline(name: str, strengths: Mapping[str, float]) -> Plugins:
+def _connector(second: Callable[[], Plugins], strengths: Strengths) -> Plugins:
+    """Connector is two branches of NSCL, so the plugin that tells how to merge stands beside it."""
+    return [*_projected("nscl", second, strengths), ConnectorPlugin()]
+
+
+def _baseline(name: str, strengths: Strengths) -> Plugins:
     return BASELINES[name](strengths[name])
 
 
-METHODS: dict[str, Callable[[Mapping[str, float]], Plugins]] = {
+METHODS: dict[str, Callable[[Strengths], Plugins]] = {
     **{
-        projection + stage: partial(_staged, make, second)
-        for projection, make in PROJECTIONS.items()
+        projection + stage: partial(_projected, projection, second)
+        for projection in PROJECTIONS
         for stage, second in SECOND_STAGES.items()
     },
+    "connector": partial(_connector, SECOND_STAGES[""]),
+    "connector-2x": partial(_projected, "nscl", SECOND_STAGES["-2x"]),  # two stages projected, no merge
+    "connector+became": partial(_connector, SECOND_STAGES["+became"]),
     **{name: partial(_baseline, name) for name in BASELINES},
     JOINT: lambda strengths: [],
 }
-"""Name -> plugins, given the strengths of the baselines on the benchmark."""
+"""Name -> plugins, given the strengths on the benchmark."""
 
 COMPARED = (
     "finetune",
@@ -86,7 +110,7 @@ COMPARED = (
 """What ``became compare`` compares if it is not told otherwise."""
 
 
-def make_plugins(method: str, strengths: Mapping[str, float]) -> Plugins:
+def make_plugins(method: str, strengths: Strengths) -> Plugins:
     """The plugins of the method called ``method``; a ValueError with the nearest name if there is none."""
     return look_up("method", method, METHODS)(strengths)
 

@@ -37,7 +37,7 @@ class BenchmarkPreset:
     model: Callable[[], nn.Module]
     recipe: Recipe
     strengths: Mapping[str, float] = field(default_factory=dict)
-    """The one setting of each baseline, chosen on the validation stream by ``experiments/tune_baselines.py``."""
+    """The one setting of each baseline, chosen on the validation stream by ``experiments/tune.py``."""
 
 
 _PRESETS = [

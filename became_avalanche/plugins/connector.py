@@ -1,0 +1,120 @@
+"""Connector: Towards Better Plasticity-Stability Trade-off (Lin et al., CVPR 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor, nn
+
+from became_avalanche.plugins.merge import BecameMergePlugin
+from became_avalanche.plugins.projection import task_heads
+from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended
+from became_avalanche.plugins.threshold import refuse_negative
+from became_avalanche.plugins.weights import interpolate, restore, snapshot
+
+
+class ConnectorPlugin(StagedPlugin):
+    """Trains each experience in two branches from the same weights and merges them with 1/t.
+
+    From the second experience ``t`` on:
+
+    1. stage 1 trains with whatever projection plugins are in the list (as published: ``NSCLPlugin``): ``θ_p``;
+    2. stage 2 starts again from the weights that the experience began with, with these plugins suspended, and with the
+       squared distance to the features of the model before the experience, their mean, added to the loss: ``θ_q``;
+    3. the model becomes ``(1 − 1/t) θ_p + (1/t) θ_q``.
+
+    With ``BecameMergePlugin`` in the list, that plugin merges the two branches, with its own coefficient.
+    """
+
+    def __init__(self, distillation: float = 1.0, head: str | None = None) -> None:
+        """Init.
+
+        :param distillation: weight of the distance between features.
+        :param head: name of the module whose input are the features; by default the task head, or the last Linear of
+            a model that has none.
+        """
+        super().__init__()
+        refuse_negative("distillation", distillation)
+        self.distillation = distillation
+        self.head = head
+        self._start: dict[str, Tensor] = {}
+        self._features: _Features | None = None
+        self._old_features: _Features | None = None
+        self._old_model: nn.Module | None = None
+
+    def stages(self, strategy: SupervisedTemplate) -> bool:
+        """Leave it to ``BecameMergePlugin`` if there is one."""
+        return not any(isinstance(plugin, BecameMergePlugin) for plugin in strategy.plugins)
+
+    def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
+        run(1)
+        if self.t > 0:
+            theta_p = snapshot(strategy)
+            with projections_suspended(strategy):
+                run(2)
+            restore(strategy, interpolate(theta_p, snapshot(strategy), 1 / (self.t + 1)))
+            finish_merge(strategy)
+
+    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
+        """Note where the experience starts, and start the second branch there."""
+        if stage == 1:
+            self._forget()
+            self._start = snapshot(strategy)
+            return
+        restore(strategy, self._start)
+        head = self._head(strategy.model)
+        self._old_model = deepcopy(strategy.model).eval()
+        self._old_features = _Features(self._old_model.get_submodule(head))
+        self._features = _Features(strategy.model.get_submodule(head))
+
+    def before_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if self._features is None or self._old_features is None:
+            return
+        model, strategy.model = strategy.model, self._old_model
+        try:
+            with torch.no_grad():
+                strategy.forward()
+        finally:
+            strategy.model = model
+        strategy.loss += self.distillation * F.mse_loss(self._features.value, self._old_features.value)
+
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._features is not None:
+            self._features.hook.remove()
+        self._start, self._features, self._old_features, self._old_model = {}, None, None, None
+
+    def _head(self, model: nn.Module) -> str:
+        modules = dict(model.named_modules())
+        if self.head is not None:
+            if self.head not in modules:
+                raise ValueError(f"head names {self.head!r}, which the model does not have; it has {list(modules)[1:]}")
+            return self.head
+        heads = (
+            list(task_heads(model)) or [name for name, module in modules.items() if isinstance(module, nn.Linear)][-1:]
+        )
+        if len(heads) != 1:
+            raise ValueError(
+                f"ConnectorPlugin compares the features that go into the head, but the model has {len(heads)} heads"
+                f"{': ' if heads else ''}{', '.join(heads)}; name the module with head=..."
+            )
+        return heads[0]
+
+
+class _Features:
+    """The last input of a module."""
+
+    value: Tensor
+
+    def __init__(self, module: nn.Module) -> None:
+        self.hook = module.register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.value = args[0]

@@ -1,0 +1,183 @@
+"""Adam-NSCL: training in the null space of feature covariance (Wang et al., CVPR 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from avalanche.training.plugins import SupervisedPlugin
+from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor, nn
+
+from became_avalanche.merging.fisher import batched_fisher
+from became_avalanche.plugins.covariance import CovariancePlugin
+from became_avalanche.plugins.passes import data_pass
+from became_avalanche.plugins.projection import ProjectionOptions, task_heads
+from became_avalanche.plugins.threshold import refuse_negative
+from became_avalanche.subspace.basis import Projector, compact
+from became_avalanche.subspace.layers import InputMatrix, map_layers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+FLOOR = 1e-7
+"""Eigenvalues below this fraction of the largest are taken for zero: what differs below is rounding."""
+
+
+class NSCLPlugin(CovariancePlugin):
+    """Adam-NSCL.
+
+    ``C = A Aᵀ`` is made of the inputs of all experiences so far. Eigenvectors with eigenvalues up to ``a`` times the
+    smallest one, ``V₂``, are its approximate null space, and updates are projected into it: ``ΔW <- ΔW V₂ V₂ᵀ``. Under
+    Adam, as published, and any other optimizer but plain SGD, that is the update of the optimizer.
+
+    The parameters of normalisation layers stay free and are held by a penalty ``coefficient * Σ importance (θ − θ*)²``
+    instead, which is at work when the projection is suspended, too. The importance is the mean over batches of
+    ``B g²`` with ``g`` the gradient of the loss against the labels that the model predicts.
+    """
+
+    freezes_normalisation = False
+
+    def __init__(
+        self,
+        a: float = 10,
+        n_samples: int | None = None,
+        *,
+        coefficient: float = 100,
+        reference: bool = False,
+        **options: Unpack[ProjectionOptions],
+    ) -> None:
+        """Init.
+
+        :param a: how many times the smallest eigenvalue still counts as zero.
+        :param n_samples: training samples of each experience whose layer inputs enter the memory; None for all.
+        :param coefficient: strength of the penalty on the parameters of normalisation layers.
+        :param reference: do as the published code does where it differs from its paper: the inputs are averaged over
+            each batch first, updates are divided by the Frobenius norm of the projector, and eigenvalues have no
+            floor.
+        :param options: those of ``GradientProjectionPlugin``.
+        """
+        super().__init__(n_samples, **options)
+        if not a >= 1:
+            raise ValueError(f"a is a multiple of the smallest eigenvalue, so it must be at least 1; got {a}")
+        refuse_negative("coefficient", coefficient)
+        self.a = a
+        self.coefficient = coefficient
+        self.reference = reference
+        self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
+        """The inputs of each layer. The importance of normalisation parameters is updated on the way."""
+        self._update_importance(strategy, num_workers)
+        if self.reference:
+            return self._layer_inputs(strategy, strategy.train_mb_size, num_workers, batch_mean=True)
+        return super().observe(strategy, num_workers)
+
+    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+        eigenvalues, vectors = self.spectrum(name)
+        eigenvalues = F.pad(eigenvalues, (0, vectors.shape[-2] - vectors.shape[-1]))
+        smallest, largest = eigenvalues[..., -1:], eigenvalues[..., :1]
+        if not self.reference:
+            smallest = torch.maximum(smallest, FLOOR * largest)
+        null = eigenvalues <= self.a * smallest if self.a < float("inf") else torch.ones_like(eigenvalues).bool()
+        project = Projector.away_from(compact(vectors * ~null[..., : vectors.shape[-1]].unsqueeze(-2)))
+        if not self.reference:
+            return project
+        norm = null.sum(-1).sqrt().to(vectors)[..., None, None]  # ‖V₂ V₂ᵀ‖ of each group
+        return lambda rows: project(rows) / norm
+
+    # ------------------------------------------------------------------------------------------------ normalisation
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().before_training_exp(strategy, **kwargs)
+        parameters = dict(self._normalisation(strategy))
+        for name in parameters.keys() & self.memory.keys():
+            self._store_like(name, parameters[name])
+        self._held = [
+            (parameter, self.memory[name]["importance"], self.memory[name]["anchor"])
+            for name, parameter in parameters.items()
+            if name in self.memory
+        ]
+
+    def before_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        for parameter, importance, anchor in self._held:
+            strategy.loss += self.coefficient * (importance * (parameter - anchor).square()).sum()
+
+    def _normalisation(self, strategy: SupervisedTemplate) -> Iterator[tuple[str, nn.Parameter]]:
+        parameters = dict(strategy.model.named_parameters())
+        return ((name, parameters[name]) for name in self._layers.normalisation if parameters[name].requires_grad)
+
+    def _update_importance(self, strategy: SupervisedTemplate, num_workers: int) -> None:
+        """Add this task's term: the sum of all terms is one with the sum of importances at their mean anchor."""
+        parameters = dict(self._normalisation(strategy))
+        if not parameters:
+            return
+        dataset = strategy.experience.dataset
+        with torch.enable_grad(), data_pass(strategy, dataset, strategy.train_mb_size, None, num_workers) as batches:
+            fisher = batched_fisher(((_loss_of_predictions(strategy), size) for size in batches), parameters)
+        for name, importance in fisher.items():
+            anchor = parameters[name].detach().clone()
+            if name in self.memory:
+                old = self.memory[name]
+                total = old["importance"] + importance
+                share = (importance / total).nan_to_num(1.0)  # where neither matters, the anchor does not either
+                anchor, importance = torch.lerp(old["anchor"], anchor, share), total
+            self.memory[name] = {"importance": importance, "anchor": anchor}
+
+
+def _loss_of_predictions(strategy: SupervisedTemplate) -> Tensor:
+    """The loss of the current batch against the labels that the model predicts."""
+    strategy.mbatch[1] = strategy.mb_output.argmax(-1)
+    loss: Tensor = strategy.criterion()
+    return loss
+
+
+def nscl_groups(
+    model: nn.Module,
+    *,
+    lr: float = 1e-4,
+    head_lr: float = 1e-3,
+    normalisation_lr: float = 5e-4,
+    weight_decay: float = 5e-5,
+) -> list[dict[str, Any]]:
+    """The parameter groups of the Adam-NSCL recipe, for an optimizer: backbone, heads and normalisation, in this order.
+
+    :param model: a model with task heads of Avalanche.
+    :param lr: learning rate of the backbone in the first experience; see ``LaterRatePlugin`` for the others.
+    :param head_lr: learning rate of the heads, which have no weight decay.
+    :param normalisation_lr: learning rate of the normalisation layers.
+    :param weight_decay: weight decay of backbone and normalisation.
+    """
+    heads = [parameter for head in task_heads(model).values() for parameter in head.parameters()]
+    names = set(map_layers(model).normalisation)
+    normalisation = [parameter for name, parameter in model.named_parameters() if name in names]
+    apart = {id(parameter) for parameter in heads + normalisation}
+    backbone = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    groups = [
+        {"params": backbone, "lr": lr, "weight_decay": weight_decay},
+        {"params": heads, "lr": head_lr, "weight_decay": 0.0},
+        {"params": normalisation, "lr": normalisation_lr, "weight_decay": weight_decay},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class LaterRatePlugin(SupervisedPlugin):
+    """From the second experience on, trains one parameter group with another learning rate."""
+
+    def __init__(self, rate: float = 5e-5, group: int = 0) -> None:
+        """Init.
+
+        :param rate: the learning rate.
+        :param group: index of the parameter group in the optimizer; 0 is the backbone in ``nscl_groups``.
+        """
+        super().__init__()
+        if not rate > 0:
+            raise ValueError(f"rate must be above 0; got {rate}")
+        self.rate = rate
+        self.group = group
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if strategy.clock.train_exp_counter > 0:
+            strategy.optimizer.param_groups[self.group]["lr"] = self.rate

@@ -1,0 +1,50 @@
+"""SGP: Scaled Gradient Projection (Saha and Roy, AAAI 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from became_avalanche.plugins.gpm import GPMPlugin
+from became_avalanche.plugins.threshold import ThresholdOptions, refuse_negative
+from became_avalanche.subspace.basis import Projector, importance
+from became_avalanche.subspace.layers import InputMatrix
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class SGPPlugin(GPMPlugin):
+    """Scaled Gradient Projection: GPM that lets go of directions that matter little.
+
+    Each basis vector ``u_j`` of GPM has an importance that grows with every experience in which inputs lie along it:
+    ``λ_j <- min(1, λ_j + φ(s_j))`` with ``s_j = ‖Aᵀ u_j‖`` and ``φ(s) = (α + 1) s / (α s + max s)``. Updates are
+    scaled: ``G <- G − G U diag(λ) Uᵀ``.
+    """
+
+    def __init__(self, alpha: float = 10, **options: Unpack[ThresholdOptions]) -> None:
+        """Init.
+
+        :param alpha: how fast importance saturates with the strength of a direction, from 0 (proportional) to inf
+            (all alike, which is GPM).
+        :param options: those of ``GPMPlugin``.
+        """
+        super().__init__(**options)
+        refuse_negative("alpha", alpha)
+        self.alpha = alpha
+
+    def update_memory(self, name: str, observed: InputMatrix) -> None:
+        old = self.memory.get(name)
+        super().update_memory(name, observed)
+        memory = self.memory[name]
+        now = importance(observed.energy_along(memory["basis"]).sqrt(), self.alpha)
+        if old is not None:  # old vectors stand first
+            before = old["importance"].double()
+            now = (now + F.pad(before, (0, now.shape[-1] - before.shape[-1]))).clamp(max=1)
+        memory["importance"] = now
+
+    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+        return Projector.away_from(self.memory[name]["basis"], self.memory[name]["importance"])

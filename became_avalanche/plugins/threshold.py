@@ -1,0 +1,64 @@
+"""What the methods share that keep a growing fraction of the energy."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from typing import Literal
+
+from became_avalanche.plugins.projection import GradientProjectionPlugin, ProjectionOptions
+
+
+class ThresholdOptions(ProjectionOptions, total=False):
+    """Options that GPM, SGP, TRGP and GPCNS share; see ``GPMPlugin``."""
+
+    threshold: float
+    increment: float
+    n_samples: int | None
+    reference: bool
+
+
+class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
+    """Remembers of each experience ``t`` the directions that hold a fraction ``threshold + (t - 1) * increment``."""
+
+    def __init__(
+        self,
+        threshold: float = 0.97,
+        increment: float = 0.003,
+        n_samples: int | None = 125,
+        *,
+        bias: Literal["freeze", "augment", "free"] = "freeze",
+        exclude: Sequence[str] = (),
+        strict: bool = False,
+        reference: bool = False,
+    ) -> None:
+        """Init. The defaults are the settings of the papers for 10-Split CIFAR-100.
+
+        :param threshold: fraction of the energy that is held after the first experience, in [0, 1].
+        :param increment: added to the threshold with each further experience. Beyond 1, all that has energy is held.
+        :param n_samples: training samples of each experience that enter the memory; None for all.
+        :param bias: what happens to the biases of protected layers after the first experience: "freeze", "augment"
+            (protected together with the weight) or "free".
+        :param exclude: names of modules to leave alone, with everything below them.
+        :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
+        :param reference: do as the published code does where it differs from its paper. For all methods: what is held
+            after the first experience stays just below the threshold instead of reaching it.
+        """
+        super().__init__(n_samples, bias=bias, exclude=exclude, strict=strict)
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold is a fraction of energy between 0 and 1; got {threshold}")
+        if not 0 <= increment <= 1:
+            raise ValueError(f"increment is a fraction of energy between 0 and 1; got {increment}")
+        self.threshold = threshold
+        self.increment = increment
+        self.reference = reference
+
+    def threshold_of(self, t: int) -> float:
+        """The threshold of task ``t``, counted from 1."""
+        return self.threshold + (t - 1) * self.increment
+
+
+def refuse_negative(name: str, value: float) -> None:
+    """A ValueError unless ``value`` is 0 or more."""
+    if not value >= 0:
+        raise ValueError(f"{name} must be at least 0; got {value}")

@@ -1,0 +1,298 @@
+"""TRGP: Trust Region Gradient Projection (Lin et al., ICLR 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from avalanche.training.plugins import LRSchedulerPlugin
+from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
+from became_avalanche.subspace.basis import Projector, compact, orthonormal, reach
+from became_avalanche.subspace.layers import InputMatrix, Layer, as_rows, from_rows, map_layers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Scales = dict[str, dict[int, Tensor]]
+"""Weight name -> earlier task -> scale matrix ``Q``."""
+
+
+class TRGPPlugin(EnergyThresholdPlugin):
+    """Trust Region Gradient Projection: GPM that lets a task reuse old directions through weights of its own.
+
+    Each experience has its own subspace ``S_i`` per layer, part of the protected basis ``U``. When a task begins, the
+    earlier tasks whose subspace holds much of the layer's gradient ``G``, ``‖G S_i‖ > trust_threshold ‖G‖``, are in
+    the trust region. For the ``top_k`` of them the task learns a matrix ``Q_i``, starting at the identity, and uses
+
+        W + Σ_i W S_i (Q_i − I) S_iᵀ
+
+    in place of the layer's weight ``W``, whose updates are projected: ``G <- G − G U Uᵀ``. Later tasks leave ``W S_i``
+    where it is, so the ``Q_i`` of each task stay valid.
+
+    The model is left as it is: hooks add the scaled term to the outputs of layers while the strategy trains and
+    evaluates, with the matrices of the batch's task. For calls of the model outside the strategy there is ``task``.
+    The matrices are trained by the strategy's optimizer, as a parameter group that comes and goes with the experience.
+    """
+
+    _STATE = (*EnergyThresholdPlugin._STATE, "scales")
+
+    def __init__(self, trust_threshold: float = 0.5, top_k: int = 2, **options: Unpack[ThresholdOptions]) -> None:
+        """Init.
+
+        :param trust_threshold: fraction of the gradient's norm that a subspace must hold to be trusted.
+        :param top_k: how many earlier tasks a layer may reuse.
+        :param options: those of ``GPMPlugin``. With ``reference=True`` also: the strongest new direction of each later
+            task is not protected, a task without trust in the first layer scales no layer, and the memory is made of
+            inputs without scaling.
+        """
+        super().__init__(**options)
+        if not 0 <= trust_threshold <= 1:
+            raise ValueError(f"trust_threshold is a fraction of the gradient's norm in 0 to 1; got {trust_threshold}")
+        if top_k < 0:
+            raise ValueError(f"top_k must be at least 0; got {top_k}")
+        self.trust_threshold = trust_threshold
+        self.top_k = top_k
+        self.scales: dict[int, Scales] = {}
+        """Task label -> what that task learned."""
+        self._label: int | None = None
+        self._training: dict[str, dict[int, nn.Parameter]] = {}
+        self._model: nn.Module | None = None
+        self._served: int | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def update_memory(self, name: str, observed: InputMatrix) -> None:
+        old = self.memory.get(name)
+        stored = observed.empty_basis() if old is None else old["directions"].double()
+        protected = stored.any(-2) if old is None else old["protected"]
+        basis = stored * protected.unsqueeze(-2)
+        energies, vectors = observed.residual_spectrum(basis)
+        along = torch.cat([observed.energy_along(basis), energies], dim=-1)
+        order = along.argsort(dim=-1, descending=True, stable=True)
+        threshold = self.threshold_of(self.experiences + 1)
+        total = observed.energy().unsqueeze(-1)
+        chosen = reach(along.gather(-1, order), threshold, total, below=self.reference and old is None)
+        chosen = torch.zeros_like(chosen).scatter(-1, order, chosen)
+        again, fresh = chosen.split_with_sizes([stored.shape[-1], energies.shape[-1]], dim=-1)
+        new = orthonormal(vectors, fresh, basis)
+        fresh = fresh[..., : new.shape[-1]]
+        space = torch.cat([again, fresh], dim=-1)
+        spaces = space.unsqueeze(0)
+        if old is not None:
+            spaces = torch.cat([F.pad(old["spaces"], (0, new.shape[-1])), spaces])
+        if self.reference and old is not None:
+            fresh = fresh & (torch.arange(new.shape[-1], device=fresh.device) > 0)  # the published slip
+        self.memory[name] = {
+            "directions": torch.cat([stored, new], dim=-1),
+            "protected": torch.cat([protected, fresh], dim=-1),
+            "spaces": spaces,
+        }
+
+    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+        memory = self.memory[name]
+        return Projector.away_from(compact(memory["directions"] * memory["protected"].unsqueeze(-2)))
+
+    def space(self, name: str, task: int) -> Tensor:
+        """``S_i`` of the layer with weight ``name``; tasks are counted from 0 among those that used the layer."""
+        memory = self.memory[name]
+        return compact(memory["directions"] * memory["spaces"][task].unsqueeze(-2))
+
+    # ----------------------------------------------------------------------------------------------------- callbacks
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The scale matrices in training."""
+        return {
+            f"TRGP.{self._label}.{name}.{task}": scale
+            for name, scales in self._training.items()
+            for task, scale in scales.items()
+        }
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._leave_optimizer(strategy)  # left over if an experience was broken off
+        label = self._label_of(strategy.experience)
+        if label in self.scales:
+            raise ValueError(
+                f"TRGPPlugin gives each task weights of its own, chosen by task label, and the label {label} comes a "
+                "second time; give every experience its own"
+            )
+        super().before_training_exp(strategy, **kwargs)
+        self._serve(strategy.model, None)  # gradients without scaling decide
+        self._label = label
+        if self.experiences > 0:
+            self._training = self._trust_regions(strategy, kwargs.get("num_workers", 0))
+        self._join_optimizer(strategy)
+        self._serve(strategy.model, label)
+
+    @torch.no_grad()
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        label = self._label_of(strategy.experience)
+        if self.reference:
+            self._serve(strategy.model, None)
+        super().after_training_exp(strategy, **kwargs)
+        self.scales[label] = {
+            name: {task: scale.detach() for task, scale in scales.items()} for name, scales in self._training.items()
+        }
+        self._leave_optimizer(strategy)
+        self._serve(strategy.model, None)
+        self._serve(strategy.model, label)  # other plugins may look at the task at the end of its experience
+
+    def after_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._label = None
+        self._serve(strategy.model, None)
+
+    def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._serve_batch(strategy)
+
+    def before_eval_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._serve_batch(strategy)
+
+    def after_eval(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._serve(strategy.model, self._label)  # an evaluation may happen in the middle of a training
+
+    @contextmanager
+    def task(self, label: int, model: nn.Module | None = None) -> Iterator[None]:
+        """A context in which the model computes with the weights of a task.
+
+        :param label: the task label.
+        :param model: the model; by default the one that the strategy trained or evaluated last.
+        """
+        model = model or self._model
+        if model is None:
+            raise ValueError("this plugin has not met a model yet; pass it as task(label, model)")
+        if label not in self.scales:
+            raise ValueError(f"there is no task {label!r}; learned so far: {sorted(self.scales) or 'none'}")
+        before = self._model, self._served
+        self._serve(model, label)
+        try:
+            yield
+        finally:
+            self._serve(before[0] or model, before[1])
+
+    # -------------------------------------------------------------------------------------------------- trust region
+
+    def _trust_regions(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, dict[int, nn.Parameter]]:
+        """A fresh scale matrix for each earlier task that a layer is to reuse."""
+        gradients = self._gradient_rows(strategy, num_workers)
+        trusted = {name: self._trusted(name, gradients[name]) for name in self._layers.protected if name in gradients}
+        if self.reference and not trusted.get(next(iter(self._layers.protected))):
+            return {}
+        return {
+            name: {task: nn.Parameter(_identity(self.space(name, task))) for task in tasks}
+            for name, tasks in trusted.items()
+            if tasks
+        }
+
+    def _trusted(self, name: str, gradient: Tensor) -> list[int]:
+        """The earlier tasks in the layer's trust region, at most ``top_k``, the nearest first."""
+        if name not in self.memory:
+            return []
+        tasks = range(len(self.memory[name]["spaces"]))
+        held = {task: float((gradient @ self.space(name, task)).norm()) for task in tasks}
+        nearest = sorted(tasks, key=lambda task: -held[task])[: self.top_k]
+        return [task for task in nearest if held[task] > self.trust_threshold * float(gradient.norm())]
+
+    # ------------------------------------------------------------------------------------------------------- serving
+
+    def _label_of(self, experience: Any) -> int:
+        labels = sorted(set(getattr(experience, "task_labels", [])))
+        if len(labels) != 1:
+            raise ValueError(
+                "TRGPPlugin gives each task weights of its own, so each experience needs one task label; got "
+                f"{labels or 'none'}"
+            )
+        return int(labels[0])
+
+    def _serve_batch(self, strategy: SupervisedTemplate) -> None:
+        labels = strategy.mb_task_id.unique().tolist()
+        if len(labels) != 1:
+            raise ValueError(
+                f"TRGPPlugin gives each task weights of its own, but a batch mixes the tasks {labels}; train and "
+                "evaluate tasks apart, without replay"
+            )
+        self._serve(strategy.model, labels[0])
+
+    def _serve(self, model: nn.Module, label: int | None) -> None:
+        """Let ``model`` compute with the scales of the task ``label``, or as it is."""
+        if model is self._model and label == self._served:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._model, self._served, self._hooks = model, label, []
+        known: dict[Any, Any] = {**self.scales, self._label: self._training} if self._training else self.scales
+        scales = known.get(label, {})
+        layers = map_layers(model).protected if scales else {}
+        for name in layers.keys() & scales.keys():
+            term = _ScaledTerm([(self.space(name, task), scale) for task, scale in scales[name].items()])
+            self._hooks += [layer.register_forward_hook(term, with_kwargs=True) for layer in layers[name]]
+
+    # ----------------------------------------------------------------------------------------------------- optimizer
+
+    def _join_optimizer(self, strategy: SupervisedTemplate) -> None:
+        """Train the scales as the first parameter group is trained."""
+        if not self._training:
+            return
+        first = strategy.optimizer.param_groups[0]
+        options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
+        strategy.optimizer.add_param_group({**options, "params": list(self.own_parameters().values())})
+        for scheduler in _schedulers(strategy):
+            for key in ("base_lrs", "lr_lambdas"):
+                if hasattr(scheduler, key):
+                    setattr(scheduler, key, [*getattr(scheduler, key), getattr(scheduler, key)[0]])
+
+    def _leave_optimizer(self, strategy: SupervisedTemplate) -> None:
+        own = {id(parameter) for parameter in self.own_parameters().values()}
+        groups = strategy.optimizer.param_groups
+        groups[:] = [group for group in groups if not own & {id(parameter) for parameter in group["params"]}]
+        for parameter in self.own_parameters().values():
+            strategy.optimizer.state.pop(parameter, None)
+        for scheduler in _schedulers(strategy):
+            for key in ("base_lrs", "lr_lambdas"):
+                if hasattr(scheduler, key):
+                    setattr(scheduler, key, getattr(scheduler, key)[: len(groups)])
+        self._training = {}
+
+
+@dataclass
+class _ScaledTerm:
+    """A forward hook that adds ``W S (Q − I) Sᵀ A``, for each ``S`` and ``Q``, to the output of a layer."""
+
+    scaled: list[tuple[Tensor, Tensor]]
+
+    def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        x = args[0] if args else kwargs["input"]
+        augmented = self.scaled[0][0].shape[-2] > layer.weight[0].numel()  # the bias is part of the layer's memory
+        parts = (layer.weight, layer.bias) if augmented else (layer.weight,)
+        parameters = [part for part in parts if part is not None]
+        rows = as_rows(parameters, getattr(layer, "groups", 1))
+        term = torch.zeros_like(rows)
+        for space, scale in self.scaled:
+            inside = rows @ space
+            term = term + (inside @ scale - inside) @ space.mT
+        weight, *bias = from_rows(term, parameters)
+        if isinstance(layer, nn.Linear):
+            return output + F.linear(x, weight, *bias)
+        scaled: Tensor = layer._conv_forward(x, weight, bias[0] if bias else None)
+        return output + scaled
+
+
+def _identity(space: Tensor) -> Tensor:
+    """One r x r identity per group."""
+    return torch.eye(space.shape[-1]).to(space).expand(len(space), -1, -1).clone()
+
+
+def _schedulers(strategy: SupervisedTemplate) -> Iterator[Any]:
+    """The learning rate schedules of the strategy, and those that they are made of."""
+    waiting = [plugin.scheduler for plugin in strategy.plugins if isinstance(plugin, LRSchedulerPlugin)]
+    while waiting:
+        scheduler = waiting.pop()
+        yield scheduler
+        waiting += getattr(scheduler, "_schedulers", [])

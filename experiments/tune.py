@@ -1,0 +1,88 @@
+"""Choose the learning rate and the strength of each method on the validation streams.
+
+    python experiments/tune.py split-digits permuted-digits
+    python experiments/tune.py split-digits --methods sgp,owm
+
+All methods of a comparison share one learning rate: the one with the best mean validation accuracy over `gpm`,
+`gpm-2x` and `gpm+became`. With it, each method gets the strength with the best validation accuracy, alone, without a
+second stage: EWC and SI lambda, LwF alpha, patterns in memory of A-GEM per task and of replay in all; alpha of SGP,
+GPCNS and OWM, the trust threshold of TRGP, a of NSCL. Seeds are ones that no table uses. What was tried is recorded in
+experiments/tuning/<benchmark>.json, and what was chosen stands in became_avalanche/runs/presets.py. Memories are
+limited to the largest in the grid: more would always be better. With --methods, only their strengths are chosen anew.
+"""
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from became_avalanche.runs.presets import BENCHMARKS
+from became_avalanche.runs.train import train
+
+SEEDS = {"split-digits": (100, 101, 102), "permuted-digits": (100,)}  # 36 and 180 validation images per task
+LEARNING_RATES = (0.03, 0.1, 0.3)
+JUDGES = ("gpm", "gpm-2x", "gpm+became")
+STRENGTHS = {
+    "ewc": (100, 1000, 10000, 100000),
+    "si": (10, 100, 1000, 10000),
+    "lwf": (0.3, 1, 3, 10),
+    "agem": (10, 20, 40),
+    "er": (50, 100, 200),
+    "sgp": (10, 1, 3, 30, 100),
+    "trgp": (0.5, 0.2, 0.8),
+    "gpcns": (5, 0.3, 1, 25),
+    "nscl": (10, 100, 1000, 10000, 100000),
+    "owm": (1, 0.1, 10, 100),
+}
+"""The first of equals is chosen; of the projection methods that is the default."""
+
+
+def validation_accuracy(name: str, method: str, learning_rate: float, strength: float | None, seed: int) -> float:
+    torch.set_num_threads(1)
+    preset = BENCHMARKS[name]
+    recipe = replace(preset.recipe, learning_rate=learning_rate, lr_min=learning_rate / 20)
+    strengths = {} if strength is None else {method: strength}
+    try:
+        return train(replace(preset, recipe=recipe, strengths=strengths), method, seed).valid_acc
+    except ValueError:  # diverged: too strong a penalty for this learning rate
+        return 0.0
+
+
+def tune(name: str, methods: list[str], pool: ProcessPoolExecutor) -> None:
+    path = Path(__file__).parent / "tuning" / f"{name}.json"
+    record = json.loads(path.read_text()) if methods else {"benchmark": name, "seeds": SEEDS[name], "strengths": {}}
+
+    def submit(method, rate, strength=None):
+        return [pool.submit(validation_accuracy, name, method, rate, strength, seed) for seed in SEEDS[name]]
+
+    def chosen(candidates):
+        """The candidate with the best mean validation accuracy, and all of them."""
+        scores = {c: round(mean(run.result() for run in runs), 4) for c, runs in candidates.items()}
+        return {"chosen": max(scores, key=scores.get), "tried": {str(c): score for c, score in scores.items()}}
+
+    if not methods:
+        runs = {rate: [run for method in JUDGES for run in submit(method, rate)] for rate in LEARNING_RATES}
+        record["learning_rate"] = chosen(runs)
+        print(name, record["learning_rate"], flush=True)
+    rate = record["learning_rate"]["chosen"]
+    runs = {m: {strength: submit(m, rate, strength) for strength in STRENGTHS[m]} for m in methods or STRENGTHS}
+    for method, candidates in runs.items():
+        record["strengths"][method] = chosen(candidates)
+        print(name, method, record["strengths"][method], flush=True)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("benchmarks", nargs="*", default=list(BENCHMARKS))
+    parser.add_argument("--methods", type=lambda names: names.split(","), default=[])
+    arguments = parser.parse_args()
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for benchmark in arguments.benchmarks:
+            tune(benchmark, arguments.methods, pool)

@@ -1,0 +1,161 @@
+import pytest
+import torch
+from avalanche.models import SimpleMLP
+from torch import nn
+from torch.nn import functional as F
+
+from became_avalanche import BecameMergePlugin, ConnectorPlugin, EqualTrainingPlugin, NSCLPlugin
+from tests.helpers import CONV_SHAPE, Network, Spy, blobs, blobs_without_task_labels, convnet, mlp, naive, weights
+
+
+class Branches:
+    """The weights at the start and at the end of each stage."""
+
+    def __init__(self):
+        self.starts, self.ends = [], []
+        self._fresh = False
+        self.spy = Spy(on_stage_start=self.note, before_training_epoch=self.start, after_training_epoch=self.end)
+
+    def note(self, strategy, stage):
+        self._fresh = True
+        self.ends.append(None)
+
+    def start(self, strategy):
+        if self._fresh:
+            self.starts.append(weights(strategy.model))
+            self._fresh = False
+
+    def end(self, strategy):
+        self.ends[-1] = weights(strategy.model)
+
+
+def trained(model, plugins, benchmark=None, **kwargs):
+    torch.manual_seed(0)
+    strategy = naive(model, plugins, **kwargs)
+    for experience in (benchmark or blobs(shape=CONV_SHAPE)).train_stream:
+        strategy.train(experience)
+    return strategy
+
+
+def test_two_branches_from_the_same_weights_are_merged_with_one_over_t():
+    branches, results = Branches(), []
+    spy = Spy(after_training_exp=lambda s: results.append(weights(s.model)))
+    model = convnet()
+    trained(model, [NSCLPlugin(100), ConnectorPlugin(), branches.spy, spy])
+    assert len(branches.starts) == 5
+    for t, first in ((2, 1), (3, 3)):
+        p, q = branches.ends[first], branches.ends[first + 1]
+        for name, tensor in branches.starts[first].items():
+            assert torch.equal(tensor, branches.starts[first + 1][name]), name
+        for name, tensor in results[t - 1].items():
+            if tensor.is_floating_point():
+                expected = (1 - 1 / t) * p[name].double() + q[name].double() / t
+                torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(tensor, q[name])
+        assert not torch.equal(p["features.0.weight"], q["features.0.weight"])
+
+
+def test_second_branch_is_free_and_stays_near_the_old_features():
+    seen, stages, old = [], [], {}
+
+    def start(strategy, stage):
+        stages.append(stage)
+        if stage == 1:
+            old.clear()
+            old.update(weights(strategy.model))
+
+    def features(model, x):
+        model.eval()
+        with torch.no_grad():
+            result = model.features(x)
+        model.train()
+        return result
+
+    def compare(strategy):
+        distance = (strategy.loss - strategy.criterion()).item()
+        frozen = mlp()
+        frozen.load_state_dict({k: v for k, v in old.items() if "classifier" not in k}, strict=False)
+        x = strategy.mb_x
+        expected = F.mse_loss(features(strategy.model, x), features(frozen, x)).item()
+        seen.append((stages[-1], distance, expected))
+
+    plugins = [NSCLPlugin(100), ConnectorPlugin(distillation=3), Spy(on_stage_start=start, before_backward=compare)]
+    trained(mlp(), plugins, blobs(n_tasks=2))
+    assert [stage for stage, _, _ in seen] == [1] * 8 + [1] * 8 + [2] * 8
+    assert all(distance == 0 for stage, distance, _ in seen if stage == 1)
+    free = [(distance, expected) for stage, distance, expected in seen if stage == 2]
+    assert free[-1][1] > 0
+    for distance, expected in free:
+        assert distance == pytest.approx(3 * expected, rel=1e-3, abs=1e-6)
+
+
+def test_distillation_holds_the_features():
+    moved = []
+    for weight in (0, 3):
+        branches = Branches()
+        trained(mlp(), [ConnectorPlugin(weight), branches.spy], blobs(n_tasks=2), train_epochs=4)
+        start, end = branches.starts[2], branches.ends[2]
+        moved.append(float((end["features.0.weight"] - start["features.0.weight"]).norm()))
+    assert moved[1] < moved[0]
+
+
+def test_with_became_the_branches_are_merged_by_its_coefficient():
+    branches, results, merge = Branches(), [], BecameMergePlugin()
+    spy = Spy(after_training_exp=lambda s: results.append(weights(s.model)))
+    connector = ConnectorPlugin()
+    trained(convnet(), [NSCLPlugin(100), connector, merge, branches.spy, spy])
+    assert [record.t for record in merge.merges] == [2, 3]
+    for record, first in zip(merge.merges, (1, 3), strict=True):
+        p, q = branches.ends[first], branches.ends[first + 1]
+        for name, tensor in branches.starts[first].items():
+            assert torch.equal(tensor, branches.starts[first + 1][name])
+        for name, tensor in results[record.t - 1].items():
+            if tensor.is_floating_point():
+                assert torch.equal(tensor, torch.lerp(p[name], q[name], record.coefficient))
+
+
+def test_evaluation_at_the_start_of_the_second_branch_is_of_its_weights():
+    """It belongs to the weights that the branch starts from, not to those that the first has ended with."""
+    evaluated, starts = [], []
+    spy = Spy(
+        on_stage_start=lambda s, stage: starts.append(stage),
+        before_eval=lambda s: evaluated.append((list(starts), weights(s.model)["features.0.weight"])),
+    )
+    start = Spy(before_training_exp=lambda s: first.append(weights(s.model)["features.0.weight"]))
+    first = []
+    strategy = naive(mlp(), [ConnectorPlugin(), spy, start], eval_every=1, train_epochs=1)
+    for experience in blobs(n_tasks=2).train_stream:
+        strategy.train(experience, eval_streams=[blobs().valid_stream[:2]])
+    at_stage_two = [weight for stages, weight in evaluated if stages[-1:] == [2]]
+    assert torch.equal(at_stage_two[0], first[1])
+
+
+def test_single_head_is_the_last_linear():
+    model = SimpleMLP(num_classes=2, input_size=6, hidden_size=12, drop_rate=0)
+    assert ConnectorPlugin()._head(model) == "classifier"
+    trained(model, [NSCLPlugin(), ConnectorPlugin()], blobs_without_task_labels())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class TwoHeads(Network):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 5), 5)
+        self.second = type(self.classifier)(5)
+
+
+def test_unclear_features_are_refused():
+    with pytest.raises(ValueError, match=r"the model has 2 heads: classifier, second; name the module"):
+        ConnectorPlugin()._head(TwoHeads())
+    with pytest.raises(ValueError, match="the model has 0 heads"):
+        ConnectorPlugin()._head(nn.Conv2d(1, 1, 1))
+    with pytest.raises(ValueError, match="head names 'clasifier', which the model does not have"):
+        ConnectorPlugin(head="clasifier")._head(mlp())
+    assert ConnectorPlugin(head="second")._head(TwoHeads()) == "second"
+    with pytest.raises(ValueError, match=r"distillation.*-1"):
+        ConnectorPlugin(-1)
+
+
+def test_one_plugin_stages():
+    with pytest.raises(ValueError, match="staged by one plugin only; got ConnectorPlugin and EqualTrainingPlugin"):
+        trained(mlp(), [ConnectorPlugin(), EqualTrainingPlugin()], blobs())
