@@ -8,13 +8,15 @@ All methods of a comparison share one learning rate: the one with the best mean 
 second stage: EWC and SI lambda, LwF alpha, patterns in memory of A-GEM per task and of replay in all; alpha of SGP,
 GPCNS and OWM, the trust threshold of TRGP, a of NSCL. Seeds are ones that no table uses. What was tried is recorded in
 experiments/tuning/<benchmark>.json, and what was chosen stands in became_avalanche/runs/presets.py. Memories are
-limited to the largest in the grid: more would always be better. With --methods, only their strengths are chosen anew.
+limited to the largest in the grid: more would always be better. With --methods, only their strengths are chosen, and
+what the record already has is not trained again.
 """
 
 import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -35,9 +37,9 @@ STRENGTHS = {
     "er": (50, 100, 200),
     "sgp": (10, 1, 3, 30, 100),
     "trgp": (0.5, 0.2, 0.8),
-    "gpcns": (5, 0.3, 1, 25),
-    "nscl": (10, 100, 1000, 10000, 100000),
-    "owm": (1, 0.1, 10, 100),
+    "gpcns": (5, 0.3, 1, 25, 100),
+    "nscl": (10, 1, 3, 100, 1000, 10000, 100000),
+    "owm": (1, 0.1, 10, 100, 1000),
 }
 """The first of equals is chosen; of the projection methods that is the default."""
 
@@ -60,19 +62,23 @@ def tune(name: str, methods: list[str], pool: ProcessPoolExecutor) -> None:
     def submit(method, rate, strength=None):
         return [pool.submit(validation_accuracy, name, method, rate, strength, seed) for seed in SEEDS[name]]
 
-    def chosen(candidates):
+    def chosen(candidates, known):
         """The candidate with the best mean validation accuracy, and all of them."""
-        scores = {c: round(mean(run.result() for run in runs), 4) for c, runs in candidates.items()}
+        runs = {c: submit_all() for c, submit_all in candidates.items() if str(c) not in known}
+        scores = {c: known.get(str(c)) or round(mean(run.result() for run in runs[c]), 4) for c in candidates}
         return {"chosen": max(scores, key=scores.get), "tried": {str(c): score for c, score in scores.items()}}
 
     if not methods:
-        runs = {rate: [run for method in JUDGES for run in submit(method, rate)] for rate in LEARNING_RATES}
-        record["learning_rate"] = chosen(runs)
+        record["learning_rate"] = chosen(
+            {rate: lambda rate=rate: [run for m in JUDGES for run in submit(m, rate)] for rate in LEARNING_RATES}, {}
+        )
         print(name, record["learning_rate"], flush=True)
     rate = record["learning_rate"]["chosen"]
-    runs = {m: {strength: submit(m, rate, strength) for strength in STRENGTHS[m]} for m in methods or STRENGTHS}
-    for method, candidates in runs.items():
-        record["strengths"][method] = chosen(candidates)
+    for method in methods or STRENGTHS:
+        record["strengths"][method] = chosen(
+            {strength: partial(submit, method, rate, strength) for strength in STRENGTHS[method]},
+            record["strengths"].get(method, {}).get("tried", {}),
+        )
         print(name, method, record["strengths"][method], flush=True)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(record, indent=2) + "\n")

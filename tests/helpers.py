@@ -120,6 +120,22 @@ def naive(model, plugins=(), optimizer=None, metrics=(), loggers=(), **kwargs):
     return Naive(model=model, optimizer=optimizer, plugins=list(plugins), evaluator=evaluator, **settings)
 
 
+def stream_of(plugins, make_model=mlp, benchmark=None, optimizer=None, seed=0, **kwargs):
+    """Train a strategy on a stream and return it."""
+    torch.manual_seed(seed)
+    model = make_model()
+    strategy = naive(model, plugins, optimizer and optimizer(model.parameters()), **kwargs)
+    for experience in (benchmark or blobs()).train_stream:
+        strategy.train(experience)
+    return strategy
+
+
+def batch_of(experience):
+    """All data of an experience, through the plain dataset."""
+    data = [experience.dataset.eval()[i] for i in range(len(experience.dataset))]
+    return torch.stack([x for x, *_ in data]), torch.tensor([y for _, y, *_ in data])
+
+
 def weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
@@ -143,3 +159,30 @@ class Spy(SupervisedPlugin):
                 setattr(self, name, call)
             else:
                 setattr(self, name, lambda strategy, call=call, **kwargs: call(strategy))
+
+
+class Stages:
+    """The weights at the start and the end of each stage of a stream, and of each experience, seen from outside."""
+
+    def __init__(self):
+        self.starts, self.ends, self.merged, self._stage = [], [], [], None
+
+    def plugin(self):
+        return Spy(
+            on_stage_start=self.note_stage,
+            before_training_epoch=self.note_start,
+            after_training_epoch=self.note_end,
+            after_training_exp=lambda s: self.merged.append(weights(s.model)),
+        )
+
+    def note_stage(self, strategy, stage):
+        self._stage = stage
+
+    def note_start(self, strategy):
+        if self._stage is not None:
+            self.starts.append((strategy.clock.train_exp_counter, self._stage, weights(strategy.model)))
+            self._stage = None
+
+    def note_end(self, strategy):
+        if strategy.clock.train_exp_epochs == strategy.train_epochs - 1:
+            self.ends.append(weights(strategy.model))

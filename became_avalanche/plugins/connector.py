@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from became_avalanche.plugins.merge import BecameMergePlugin
 from became_avalanche.plugins.projection import task_heads
 from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended
-from became_avalanche.plugins.threshold import refuse_negative
 from became_avalanche.plugins.weights import interpolate, restore, snapshot
 
 
@@ -39,7 +38,8 @@ class ConnectorPlugin(StagedPlugin):
             a model that has none.
         """
         super().__init__()
-        refuse_negative("distillation", distillation)
+        if not distillation >= 0:
+            raise ValueError(f"distillation must be at least 0; got {distillation}")
         self.distillation = distillation
         self.head = head
         self._start: dict[str, Tensor] = {}

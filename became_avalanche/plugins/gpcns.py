@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
-from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions, refuse_negative
+from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
 from became_avalanche.subspace.basis import Projector, directions, importance, reach
 from became_avalanche.subspace.layers import InputMatrix, as_rows
 
@@ -35,7 +35,8 @@ class GPCNSPlugin(EnergyThresholdPlugin):
         :param options: those of ``GPMPlugin``.
         """
         super().__init__(**options)
-        refuse_negative("alpha", alpha)
+        if not alpha >= 0:
+            raise ValueError(f"alpha must be at least 0; got {alpha}")
         self.alpha = alpha
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:

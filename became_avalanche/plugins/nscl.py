@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from avalanche.training.plugins import SupervisedPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ from became_avalanche.merging.fisher import batched_fisher
 from became_avalanche.plugins.covariance import CovariancePlugin
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.projection import ProjectionOptions, task_heads
-from became_avalanche.plugins.threshold import refuse_negative
+from became_avalanche.plugins.state import StatefulPlugin
 from became_avalanche.subspace.basis import Projector, compact
 from became_avalanche.subspace.layers import InputMatrix, map_layers
 
@@ -62,7 +61,8 @@ class NSCLPlugin(CovariancePlugin):
         super().__init__(n_samples, **options)
         if not a >= 1:
             raise ValueError(f"a is a multiple of the smallest eigenvalue, so it must be at least 1; got {a}")
-        refuse_negative("coefficient", coefficient)
+        if not coefficient >= 0:
+            raise ValueError(f"coefficient must be at least 0; got {coefficient}")
         self.a = a
         self.coefficient = coefficient
         self.reference = reference
@@ -163,8 +163,10 @@ def nscl_groups(
     return [group for group in groups if group["params"]]
 
 
-class LaterRatePlugin(SupervisedPlugin):
+class LaterRatePlugin(StatefulPlugin):
     """From the second experience on, trains one parameter group with another learning rate."""
+
+    _STATE = ("experiences",)
 
     def __init__(self, rate: float = 5e-5, group: int = 0) -> None:
         """Init.
@@ -177,7 +179,11 @@ class LaterRatePlugin(SupervisedPlugin):
             raise ValueError(f"rate must be above 0; got {rate}")
         self.rate = rate
         self.group = group
+        self.experiences = 0
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        if strategy.clock.train_exp_counter > 0:
+        if self.experiences > 0:
             strategy.optimizer.param_groups[self.group]["lr"] = self.rate
+
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self.experiences += 1

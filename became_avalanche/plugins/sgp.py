@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from became_avalanche.plugins.gpm import GPMPlugin
-from became_avalanche.plugins.threshold import ThresholdOptions, refuse_negative
+from became_avalanche.plugins.threshold import ThresholdOptions
 from became_avalanche.subspace.basis import Projector, importance
 from became_avalanche.subspace.layers import InputMatrix
 
@@ -33,7 +33,8 @@ class SGPPlugin(GPMPlugin):
         :param options: those of ``GPMPlugin``.
         """
         super().__init__(**options)
-        refuse_negative("alpha", alpha)
+        if not alpha >= 0:
+            raise ValueError(f"alpha must be at least 0; got {alpha}")
         self.alpha = alpha
 
     def update_memory(self, name: str, observed: InputMatrix) -> None:

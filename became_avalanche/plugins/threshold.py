@@ -56,9 +56,3 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
     def threshold_of(self, t: int) -> float:
         """The threshold of task ``t``, counted from 1."""
         return self.threshold + (t - 1) * self.increment
-
-
-def refuse_negative(name: str, value: float) -> None:
-    """A ValueError unless ``value`` is 0 or more."""
-    if not value >= 0:
-        raise ValueError(f"{name} must be at least 0; got {value}")

@@ -13,6 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from became_avalanche.plugins.merge import MergeRecord
+from became_avalanche.runs.methods import used_strengths
 from became_avalanche.runs.presets import BenchmarkPreset
 from became_avalanche.runs.train import RunResult
 
@@ -70,7 +71,7 @@ class Comparison:
         self.settings: dict[str, Any] = {
             "benchmark": preset.name,
             "recipe": asdict(preset.recipe),
-            "strengths": {name: preset.strengths[name] for name in methods if name in preset.strengths},
+            "strengths": used_strengths(methods, preset.strengths),
         }
 
     def resume(self) -> None:

@@ -5,7 +5,7 @@ To add a method, add a line to ``PROJECTIONS`` or ``BASELINES``; its ``-2x`` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,19 @@ def make_plugins(method: str, strengths: Strengths) -> Plugins:
 
 def is_staged(method: str) -> bool:
     """Whether the method trains each task from the second on twice."""
-    return any(stage and method.endswith(stage) for stage in SECOND_STAGES)
+    return _without_stage(method) != method or method == "connector"
+
+
+def used_strengths(methods: Sequence[str], strengths: Strengths) -> dict[str, float]:
+    """Those of ``strengths`` that one of ``methods`` depends on."""
+    used = {"nscl" if name == "connector" else name for name in map(_without_stage, methods)}
+    return {name: strength for name, strength in strengths.items() if name in used}
+
+
+def _without_stage(method: str) -> str:
+    for stage in filter(None, SECOND_STAGES):
+        method = method.removesuffix(stage)
+    return method
 
 
 class _Reservoir(ReplayPlugin):

@@ -5,28 +5,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from became_avalanche import BecameMergePlugin, ConnectorPlugin, EqualTrainingPlugin, NSCLPlugin
-from tests.helpers import CONV_SHAPE, Network, Spy, blobs, blobs_without_task_labels, convnet, mlp, naive, weights
-
-
-class Branches:
-    """The weights at the start and at the end of each stage."""
-
-    def __init__(self):
-        self.starts, self.ends = [], []
-        self._fresh = False
-        self.spy = Spy(on_stage_start=self.note, before_training_epoch=self.start, after_training_epoch=self.end)
-
-    def note(self, strategy, stage):
-        self._fresh = True
-        self.ends.append(None)
-
-    def start(self, strategy):
-        if self._fresh:
-            self.starts.append(weights(strategy.model))
-            self._fresh = False
-
-    def end(self, strategy):
-        self.ends[-1] = weights(strategy.model)
+from tests.helpers import (
+    CONV_SHAPE,
+    Network,
+    Spy,
+    Stages,
+    assert_same_weights,
+    blobs,
+    blobs_without_task_labels,
+    convnet,
+    mlp,
+    naive,
+    weights,
+)
 
 
 def trained(model, plugins, benchmark=None, **kwargs):
@@ -38,16 +29,13 @@ def trained(model, plugins, benchmark=None, **kwargs):
 
 
 def test_two_branches_from_the_same_weights_are_merged_with_one_over_t():
-    branches, results = Branches(), []
-    spy = Spy(after_training_exp=lambda s: results.append(weights(s.model)))
-    model = convnet()
-    trained(model, [NSCLPlugin(100), ConnectorPlugin(), branches.spy, spy])
-    assert len(branches.starts) == 5
+    stages = Stages()
+    trained(convnet(), [NSCLPlugin(100), ConnectorPlugin(), stages.plugin()])
+    assert [(task, stage) for task, stage, _ in stages.starts] == [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2)]
     for t, first in ((2, 1), (3, 3)):
-        p, q = branches.ends[first], branches.ends[first + 1]
-        for name, tensor in branches.starts[first].items():
-            assert torch.equal(tensor, branches.starts[first + 1][name]), name
-        for name, tensor in results[t - 1].items():
+        p, q = stages.ends[first], stages.ends[first + 1]
+        assert_same_weights(stages.starts[first][2], stages.starts[first + 1][2])
+        for name, tensor in stages.merged[t - 1].items():
             if tensor.is_floating_point():
                 expected = (1 - 1 / t) * p[name].double() + q[name].double() / t
                 torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
@@ -93,24 +81,21 @@ def test_second_branch_is_free_and_stays_near_the_old_features():
 def test_distillation_holds_the_features():
     moved = []
     for weight in (0, 3):
-        branches = Branches()
-        trained(mlp(), [ConnectorPlugin(weight), branches.spy], blobs(n_tasks=2), train_epochs=4)
-        start, end = branches.starts[2], branches.ends[2]
+        stages = Stages()
+        trained(mlp(), [ConnectorPlugin(weight), stages.plugin()], blobs(n_tasks=2), train_epochs=4)
+        start, end = stages.starts[2][2], stages.ends[2]
         moved.append(float((end["features.0.weight"] - start["features.0.weight"]).norm()))
     assert moved[1] < moved[0]
 
 
 def test_with_became_the_branches_are_merged_by_its_coefficient():
-    branches, results, merge = Branches(), [], BecameMergePlugin()
-    spy = Spy(after_training_exp=lambda s: results.append(weights(s.model)))
-    connector = ConnectorPlugin()
-    trained(convnet(), [NSCLPlugin(100), connector, merge, branches.spy, spy])
+    stages, merge = Stages(), BecameMergePlugin()
+    trained(convnet(), [NSCLPlugin(100), ConnectorPlugin(), merge, stages.plugin()])
     assert [record.t for record in merge.merges] == [2, 3]
     for record, first in zip(merge.merges, (1, 3), strict=True):
-        p, q = branches.ends[first], branches.ends[first + 1]
-        for name, tensor in branches.starts[first].items():
-            assert torch.equal(tensor, branches.starts[first + 1][name])
-        for name, tensor in results[record.t - 1].items():
+        p, q = stages.ends[first], stages.ends[first + 1]
+        assert_same_weights(stages.starts[first][2], stages.starts[first + 1][2])
+        for name, tensor in stages.merged[record.t - 1].items():
             if tensor.is_floating_point():
                 assert torch.equal(tensor, torch.lerp(p[name], q[name], record.coefficient))
 
