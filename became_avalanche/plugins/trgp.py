@@ -165,7 +165,7 @@ class TRGPPlugin(EnergyThresholdPlugin):
         :param label: the task label.
         :param model: the model; by default the one that the strategy trained or evaluated last.
         """
-        model = model or self._model
+        model = self._model if model is None else model
         if model is None:
             raise ValueError("this plugin has not met a model yet; pass it as task(label, model)")
         if label not in self.scales:
@@ -175,7 +175,7 @@ class TRGPPlugin(EnergyThresholdPlugin):
         try:
             yield
         finally:
-            self._serve(before[0] or model, before[1])
+            self._serve(model if before[0] is None else before[0], before[1])
 
     # -------------------------------------------------------------------------------------------------- trust region
 

@@ -37,7 +37,7 @@ class BenchmarkPreset:
     model: Callable[[], nn.Module]
     recipe: Recipe
     strengths: Mapping[str, float] = field(default_factory=dict)
-    """The one setting of each baseline, chosen on the validation stream by ``experiments/tune.py``."""
+    """The one setting of each method, chosen on the validation stream by ``experiments/tune.py``."""
 
 
 _PRESETS = [
@@ -47,7 +47,10 @@ _PRESETS = [
         n_tasks=5,
         model=MultiHeadMLP,
         recipe=Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005),
-        strengths={"ewc": 1000, "si": 10, "lwf": 3, "agem": 40, "er": 200},
+        strengths={
+            **{"ewc": 1000, "si": 10, "lwf": 3, "agem": 40, "er": 200},
+            **{"sgp": 30, "trgp": 0.5, "gpcns": 0.3, "nscl": 10000, "owm": 10},
+        },
     ),
     BenchmarkPreset(
         name="permuted-digits",
@@ -55,7 +58,10 @@ _PRESETS = [
         n_tasks=10,
         model=MultiHeadMLP,
         recipe=Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005),
-        strengths={"ewc": 1000, "si": 1000, "lwf": 1, "agem": 20, "er": 200},
+        strengths={
+            **{"ewc": 1000, "si": 1000, "lwf": 1, "agem": 20, "er": 200},
+            **{"sgp": 10, "trgp": 0.5, "gpcns": 25, "nscl": 1, "owm": 100},
+        },
     ),
 ]
 

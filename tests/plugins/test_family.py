@@ -73,20 +73,22 @@ def test_alone_and_merged_in_either_order(method, optimizer, network):
 
 @pytest.mark.parametrize("stream", [split_digits, permuted_digits])
 @pytest.mark.parametrize("method", FAMILY)
-def test_digits_alone_merged_and_trained_twice(method, stream):
+def test_digits_alone_and_merged(method, stream):
     benchmark = stream(0)
-    for second in ([], [BecameMergePlugin()], [EqualTrainingPlugin()]):
-        plugins = FAMILY[method]()
-        if second and isinstance(second[0], EqualTrainingPlugin):
-            plugins = [plugin for plugin in plugins if not isinstance(plugin, ConnectorPlugin)]
-        torch.manual_seed(0)
-        model = MultiHeadMLP()
-        plateau = PlateauPlugin(patience=1)
-        strategy = naive(model, [*plugins, *second, plateau], train_epochs=1, train_mb_size=64)
-        for experience in benchmark.train_stream[:3]:
-            strategy.train(experience)
-        assert plugins[0].experiences == 3
-        assert plugins[0].memory_bytes() > 0
+    for optimizer, order in (("sgd", 1), ("adam", -1)):
+        for second in ([], [BecameMergePlugin()]):
+            plugins, model = FAMILY[method](), MultiHeadMLP()
+            strategy = naive(
+                model,
+                [*plugins, *second, PlateauPlugin(patience=1)][::order],
+                OPTIMIZERS[optimizer](model.parameters()),
+                train_epochs=1,
+                train_mb_size=64,
+            )
+            strategy.train(benchmark.train_stream[:3])
+            assert plugins[0].experiences == 3
+            assert plugins[0].memory_bytes() > 0
+            assert all(len(merge.merges) == 2 for merge in second)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +229,25 @@ def test_batches_of_one_and_biases_in_the_memory(method):
     plugins[0].bias = "augment"
     states = trained(plugins, lambda: mlp(bias=True), OPTIMIZERS["sgd"], blobs(samples=3), train_mb_size=1)
     assert not torch.equal(states[0]["features.0.bias"], states[-1]["features.0.bias"])
+
+
+@pytest.mark.parametrize("method", [GPMPlugin, SGPPlugin, TRGPPlugin, GPCNSPlugin, NSCLPlugin])
+def test_the_published_quirks_run_too(method):
+    for second in ([], [BecameMergePlugin()]):
+        plugin = method(reference=True)
+        states = trained([plugin, *second], resnet, OPTIMIZERS["adam"])
+        robust = trained([method(), *second], resnet, OPTIMIZERS["adam"])
+        assert plugin.experiences == 3
+        assert not torch.equal(states[-1]["features.3.conv1.weight"], robust[-1]["features.3.conv1.weight"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nscl_with_infinite_a_is_plain_training(optimizer):
+    plain, free = (
+        trained(plugins, mlp, OPTIMIZERS[optimizer], blobs())[-1] for plugins in ([], [NSCLPlugin(float("inf"))])
+    )
+    for name, tensor in plain.items():
+        torch.testing.assert_close(tensor, free[name])
 
 
 def test_merge_plugin_holds_as_much_as_the_parameters():

@@ -6,11 +6,15 @@ import pytest
 import torch
 from avalanche.models import SimpleMLP
 from avalanche.training.plugins import LRSchedulerPlugin, LwFPlugin, ReplayPlugin
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from became_avalanche import BecameMergePlugin, GPMPlugin, PlateauPlugin, TRGPPlugin
+from became_avalanche.plugins.trgp import _ScaledTerm
+from became_avalanche.subspace.layers import as_rows, from_rows
 from tests.helpers import (
     CONV_SHAPE,
     Network,
@@ -23,6 +27,7 @@ from tests.helpers import (
     naive,
     weights,
 )
+from tests.subspace.test_layers import layers_with_inputs
 
 
 def trusting(**options):
@@ -71,6 +76,32 @@ def test_layers_compute_with_the_formula():
     with plugin.task(0):  # the first task has nothing to reuse
         assert torch.equal(layer(x), F.linear(x, layer.weight))
     assert not model._forward_hooks
+
+
+@given(layers_with_inputs(), st.integers(0, 4), st.booleans(), st.integers(0, 2**16))
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_any_layer_computes_with_its_scaled_weight(case, rank, augmented, seed):
+    layer, x = case
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [layer.weight, layer.bias] if augmented and layer.bias is not None else [layer.weight]
+    groups = getattr(layer, "groups", 1)
+    rows = as_rows([parameter.detach() for parameter in parameters], groups)
+    d = rows.shape[-1]
+    scaled, total = [], rows.clone()
+    for _ in range(2):
+        noise = torch.randn(groups, d, min(rank, d), generator=generator, dtype=torch.float64)
+        space = torch.linalg.qr(noise).Q
+        scale = torch.randn(groups, *[space.shape[-1]] * 2, generator=generator, dtype=torch.float64)
+        scaled.append((space, scale))
+        total += rows @ space @ (scale - torch.eye(space.shape[-1])) @ space.mT
+    with layer.register_forward_hook(_ScaledTerm(scaled), with_kwargs=True):
+        actual = layer(x)
+    weight, *bias = from_rows(total, parameters)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias:
+            layer.bias.copy_(bias[0])
+        torch.testing.assert_close(actual, layer(x))
 
 
 @pytest.mark.parametrize("bias", ["freeze", "augment"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from became_avalanche import train
-from became_avalanche.runs.methods import BASELINES, COMPARED, METHODS, is_staged
+from became_avalanche.runs.methods import BASELINES, COMPARED, METHODS, PROJECTIONS, is_staged
 from became_avalanche.runs.presets import BENCHMARKS, Recipe
 from tests import oracles
 from tests.helpers import Spy, blobs, mlp, weights
@@ -80,7 +80,7 @@ def test_settings_are_the_ones_that_were_chosen_on_validation_data(name):
     record = json.loads((Path(__file__).parents[2] / "experiments" / "tuning" / f"{name}.json").read_text())
     preset = BENCHMARKS[name]
     assert preset.recipe.learning_rate == record["learning_rate"]["chosen"]
-    assert set(preset.strengths) == set(BASELINES)
+    assert set(preset.strengths) == {*BASELINES, *PROJECTIONS} - {"finetune", "gpm"}
     for method, strength in preset.strengths.items():
         tried = record["strengths"][method]["tried"]
         assert strength == record["strengths"][method]["chosen"]
