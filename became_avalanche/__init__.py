@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from became_avalanche.benchmarks.digits import permuted_digits, split_digits
     from became_avalanche.logging.wandb import WandBLogger
+    from became_avalanche.merging.fisher import Fisher
     from became_avalanche.merging.rules import Merge
     from became_avalanche.metrics.accuracy import AccuracyMatrix
     from became_avalanche.models.mlp import MultiHeadMLP
@@ -34,6 +35,7 @@ _HOMES = {
     "BecameMergePlugin": "plugins.merge",
     "ConnectorPlugin": "plugins.connector",
     "EqualTrainingPlugin": "plugins.control",
+    "Fisher": "merging.fisher",
     "GPCNSPlugin": "plugins.gpcns",
     "GPMPlugin": "plugins.gpm",
     "GradientProjectionPlugin": "plugins.projection",
@@ -61,6 +63,7 @@ __all__ = [
     "BecameMergePlugin",
     "ConnectorPlugin",
     "EqualTrainingPlugin",
+    "Fisher",
     "GPCNSPlugin",
     "GPMPlugin",
     "GradientProjectionPlugin",

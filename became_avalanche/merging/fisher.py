@@ -1,11 +1,70 @@
-"""Diagonal Fisher information."""
+"""Diagonal Fisher information: four estimators of it, and its sum over tasks.
+
+Names follow van de Ven, "On the Computation of the Fisher Information in Continual Learning" (ICLR blog track 2025).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from became_avalanche.merging.persample import recorded_calls, refuse_unrecorded, squared_gradients
+
+NO_DATA = "the Fisher information of no data is not defined: the experience has no samples"
+
+
+class Batch(NamedTuple):
+    """A forward pass."""
+
+    loss: Tensor
+    """Mean over the batch, as in training."""
+    logits: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """An estimator of the diagonal of the Fisher information.
+
+    - ``batched``: mean over batches of ``B g²``, with ``g`` the gradient of the batch's mean loss. It works with every
+      model, also where the samples of a batch are coupled (normalisation with batch statistics).
+    - ``empirical``: mean over samples of ``g²``, with ``g`` the gradient of ``−log p(y|x)`` at the true label.
+    - ``sampled``: the same at a label drawn from the model.
+    - ``exact``: the expectation of that over all labels, as the model weighs them.
+    """
+
+    name: str = "batched"
+    n_samples: int | None = None
+    """Training samples to look at, drawn without replacement; None for all."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Over samples. The sum weighs tasks by their number of samples, as exact Bayes would."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ESTIMATORS:
+            raise ValueError(f"unknown Fisher information {self.name!r}; there is {', '.join(ESTIMATORS)}")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum'; got {self.reduction!r}")
+        if self.n_samples is not None and self.n_samples < 1:
+            raise ValueError(f"n_samples must be at least 1, or None for all training samples; got {self.n_samples}")
+
+    def __call__(
+        self, batches: Iterable[Batch], model: nn.Module, parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The diagonal, by parameter name.
+
+        :param batches: forward passes of ``model``; consumed lazily.
+        :param model: the model.
+        :param parameters: parameters of the model by name. One that a loss does not depend on has no gradient there.
+        """
+        counted = _Counted(batches)
+        fisher = ESTIMATORS[self.name](counted, model, parameters)
+        weight = counted.samples if self.reduction == "sum" else 1
+        return {name: weight * diagonal for name, diagonal in fisher.items()}
 
 
 def batched_fisher(losses: Iterable[tuple[Tensor, int]], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -25,8 +84,66 @@ def batched_fisher(losses: Iterable[tuple[Tensor, int]], parameters: Mapping[str
                 diagonal.addcmul_(gradient, gradient, value=size)  # diagonal of Eq. 19
         batches += 1
     if batches == 0:
-        raise ValueError("the Fisher information of no data is not defined: the experience has no samples")
+        raise ValueError(NO_DATA)
     return {name: diagonal / batches for name, diagonal in fisher.items()}
+
+
+def _per_sample(
+    batches: Iterable[Batch],
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    likelihoods: Callable[[Tensor, Tensor], list[Tensor]],
+) -> dict[str, Tensor]:
+    """Mean over samples of the squared gradients of each of ``likelihoods(log p, labels)``, sums over the batch."""
+    fisher = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    samples = 0
+    with recorded_calls(model, parameters) as calls:
+        for _, logits, labels in batches:
+            losses = likelihoods(logits.log_softmax(-1), labels)
+            refuse_unrecorded(calls, losses[0], parameters)
+            for loss in losses:
+                for name, squares in squared_gradients(calls, loss, parameters).items():
+                    fisher[name] += squares  # diagonal of Eq. 19
+            samples += len(labels)
+            calls.clear()
+    if samples == 0:
+        raise ValueError(NO_DATA)
+    return {name: diagonal / samples for name, diagonal in fisher.items()}
+
+
+def _true(log_p: Tensor, labels: Tensor) -> list[Tensor]:
+    return [-log_p.gather(-1, labels.unsqueeze(-1)).sum()]
+
+
+def _sampled(log_p: Tensor, labels: Tensor) -> list[Tensor]:
+    return _true(log_p, torch.multinomial(log_p.detach().exp(), 1)[:, 0])
+
+
+def _all(log_p: Tensor, labels: Tensor) -> list[Tensor]:
+    root = (log_p.detach() / 2).exp()  # Σ_c p_c g(c)² = Σ_c (√p_c g(c))²
+    return [-(weight * of_class).sum() for weight, of_class in zip(root.mT, log_p.mT, strict=True) if weight.any()]
+
+
+ESTIMATORS: dict[str, Callable[[Iterable[Batch], nn.Module, Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "batched": lambda batches, model, parameters: batched_fisher(
+        ((batch.loss, len(batch.labels)) for batch in batches), parameters
+    ),
+    "empirical": partial(_per_sample, likelihoods=_true),
+    "sampled": partial(_per_sample, likelihoods=_sampled),
+    "exact": partial(_per_sample, likelihoods=_all),
+}
+
+
+class _Counted:
+    """Batches, with a count of the samples that went by."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches, self.samples = batches, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            self.samples += len(batch.labels)
+            yield batch
 
 
 def accumulate(precision: Mapping[str, Tensor], fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:

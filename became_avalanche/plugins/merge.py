@@ -11,7 +11,7 @@ from typing import Any
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
-from became_avalanche.merging.fisher import accumulate, batched_fisher, fit
+from became_avalanche.merging.fisher import Batch, Fisher, accumulate, fit
 from became_avalanche.merging.rules import Merge, became, norm, quadratic_form
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended, publish
@@ -62,14 +62,17 @@ class BecameMergePlugin(StagedPlugin):
 
     _STATE = ("t", "precision", "merges")
 
-    def __init__(self, *, epochs: int | None = None) -> None:
+    def __init__(self, *, fisher: str | Fisher = "batched", epochs: int | None = None) -> None:
         """Init.
 
+        :param fisher: how the Fisher information is estimated, by name or as an object with more to say: "batched",
+            "empirical", "sampled" or "exact"; see ``Fisher``.
         :param epochs: epochs of stage 2, if not as many as the strategy's ``train_epochs``.
         """
         super().__init__()
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs of stage 2 must be at least 1, or None for the strategy's; got {epochs}")
+        self.fisher = Fisher(fisher) if isinstance(fisher, str) else fisher
         self.epochs = epochs
         self.precision: dict[str, Tensor] = {}
         """Diagonal of Λ_t, by parameter name."""
@@ -125,15 +128,16 @@ class BecameMergePlugin(StagedPlugin):
             publish(self, strategy, name, value)
 
     def _fisher(self, strategy: SupervisedTemplate, names: Container[str], workers: int) -> dict[str, Tensor]:
-        """F_t at the present weights: true labels, all training data of the experience, batches as in training.
+        """F_t at the present weights, on training data of the experience in batches as in training.
 
         :param names: the parameters to look at; evaluations during the experience may have added heads that it does
             not train.
         """
         parameters = {name: parameter for name, parameter in trainable(strategy).items() if name in names}
         dataset = strategy.experience.dataset
-        with data_pass(strategy, dataset, strategy.train_mb_size, num_workers=workers) as batches:
-            fisher = batched_fisher(((strategy.criterion(), size) for size in batches), parameters)
+        with data_pass(strategy, dataset, strategy.train_mb_size, self.fisher.n_samples, workers) as batches:
+            passes = (Batch(strategy.criterion(), strategy.mb_output, strategy.mb_y) for _ in batches)
+            fisher = self.fisher(passes, strategy.model, parameters)
         for name, diagonal in fisher.items():
             if not diagonal.isfinite().all():
                 raise ValueError(

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from became_avalanche.merging.fisher import accumulate, batched_fisher, fit
+from became_avalanche.merging import persample
+from became_avalanche.merging.fisher import Batch, Fisher, accumulate, batched_fisher, fit
 
 
 def oracle(model, batches):
@@ -67,3 +68,183 @@ def test_a_head_that_grew_is_padded():
     assert grown.sum() == 6
     assert grown[:2].all()
     assert accumulate({"head": torch.ones(2, 3)}, {"head": torch.ones(4, 3)})["head"].sum() == 18
+
+
+# -------------------------------------------------------------------------------------------------------- per sample
+
+
+class Tokens(nn.Module):
+    """Tokens, a layer that is called twice, a shared weight, and layers without a closed form."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+        self.second.weight = self.first.weight
+        self.norm, self.slope = nn.LayerNorm(4), nn.PReLU()
+
+    def forward(self, x):
+        x = self.first(F.relu(self.first(x)))
+        return self.last(self.slope(self.norm(self.second(x))).mean(1))
+
+
+class Heads(nn.Module):
+    """Computes all heads and uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True))
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x):
+        features = self.body(x)
+        return [head(features) for head in self.heads][1]
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, groups=2, padding_mode="reflect"), nn.GroupNorm(2, 4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head((x + self.norm(self.conv(x)).relu_()).mean((2, 3)))
+
+
+MODELS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)), (4,)),
+    "tokens": (Tokens, (5, 4)),
+    "heads": (Heads, (4,)),
+    "residual": (Residual, (2, 6, 6)),
+    "1-d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2, dilation=2), nn.Flatten(), nn.Linear(15, 3)), (2, 7)),
+    "3-d": (lambda: nn.Sequential(nn.Conv3d(1, 2, 2, bias=False), nn.Flatten(), nn.Linear(54, 3)), (1, 4, 4, 4)),
+    "depthwise": (lambda: nn.Sequential(nn.Conv2d(3, 6, 2, groups=3), nn.Flatten(), nn.Linear(54, 4)), (3, 4, 4)),
+}
+
+
+def model_and_data(name, samples=7):
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    model = make().double()
+    model(torch.randn(20, *shape).double())  # statistics of normalisation layers
+    model.eval()
+    x = torch.randn(samples, *shape).double()
+    return model, x, torch.randint(3, (samples,))
+
+
+def sample_oracle(model, x, y, labels):
+    """One backward pass per sample and label."""
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i in range(len(x)):
+        log_p = model(x[i : i + 1]).log_softmax(-1)[0]
+        for label, weight in labels(log_p.detach().exp(), y[i]):
+            gradients = torch.autograd.grad(
+                -log_p[label], [p for _, p in model.named_parameters()], retain_graph=True, allow_unused=True
+            )
+            for name, gradient in zip(total, gradients, strict=True):
+                if gradient is not None:
+                    total[name] += weight * gradient**2 / len(x)
+    return total
+
+
+def passes(model, x, y, size):
+    for part, labels in zip(x.split(size), y.split(size), strict=True):
+        logits = model(part)
+        yield Batch(F.cross_entropy(logits, labels), logits, labels)
+
+
+def estimate(model, x, y, *arguments, size=4):
+    return Fisher(*arguments)(passes(model, x, y, size), model, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("budget", [1, 100, persample.BUDGET])
+@pytest.mark.parametrize("name", MODELS)
+def test_empirical_and_exact_equal_the_loop(name, budget, monkeypatch):
+    monkeypatch.setattr(persample, "BUDGET", budget)
+    model, x, y = model_and_data(name)
+    for estimator, labels in (
+        ("empirical", lambda p, label: [(label, 1)]),
+        ("exact", lambda p, label: list(enumerate(p))),
+    ):
+        expected = sample_oracle(model, x, y, labels)
+        actual = estimate(model, x, y, estimator)
+        assert actual.keys() == expected.keys()
+        for key, diagonal in expected.items():
+            torch.testing.assert_close(actual[key], diagonal, rtol=1e-9, atol=1e-14)
+            assert not actual[key].requires_grad
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_of_one_make_batched_empirical(name):
+    model, x, y = model_and_data(name)
+    batched, empirical = (estimate(model, x, y, estimator, size=1) for estimator in ("batched", "empirical"))
+    for key, diagonal in empirical.items():
+        torch.testing.assert_close(batched[key], diagonal, rtol=1e-9, atol=1e-14)
+
+
+def test_sampled_tends_to_exact():
+    model, x, y = model_and_data("linear")
+    exact = estimate(model, x, y, "exact")
+    draws = [estimate(model, x, y, "sampled") for _ in range(400)]
+    for key, diagonal in exact.items():
+        mean = torch.stack([draw[key] for draw in draws]).mean(0)
+        assert (mean - diagonal).norm() < 0.15 * diagonal.norm()
+        assert not torch.equal(draws[0][key], draws[1][key])
+
+
+@pytest.mark.parametrize("estimator", ["batched", "empirical", "sampled", "exact"])
+def test_sum_is_the_mean_times_the_samples(estimator):
+    model, x, y = model_and_data("residual")
+    torch.manual_seed(1)
+    mean = estimate(model, x, y, estimator)
+    torch.manual_seed(1)
+    total = estimate(model, x, y, estimator, None, "sum")
+    for key, diagonal in mean.items():
+        torch.testing.assert_close(total[key], 7 * diagonal)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.BatchNorm1d(6, affine=False, track_running_stats=False)])
+def test_coupled_samples_are_refused(norm):
+    model = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 3))
+    if norm.track_running_stats:
+        model.train()
+    else:
+        model.eval()
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\).*couples its samples.*'batched'"):
+        estimate(model, x, y, "empirical")
+    estimate(model, x, y, "batched")
+
+
+class Bypassed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 3), nn.Bilinear(4, 4, 4)
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight)
+
+
+def test_what_cannot_be_told_apart_is_refused():
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    with pytest.raises(ValueError, match=r"layer\.weight is used outside the module that owns it.*'batched'"):
+        estimate(Bypassed(), x, y, "exact")
+    model = Bypassed()
+    model.forward = lambda x: model.other(x, x)
+    with pytest.raises(ValueError, match=r"Bilinear does not map one tensor to one tensor.*'batched'"):
+        estimate(model, x, y, "exact")
+
+
+def test_unknown_estimators_are_refused():
+    with pytest.raises(
+        ValueError, match="unknown Fisher information 'true'; there is batched, empirical, sampled, exact"
+    ):
+        Fisher("true")
+    with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'; got 'max'"):
+        Fisher(reduction="max")
+    with pytest.raises(ValueError, match=r"n_samples must be at least 1.*got 0"):
+        Fisher(n_samples=0)
+    with pytest.raises(ValueError, match="no samples"):
+        Fisher("exact")([], nn.Linear(1, 1), {})

@@ -19,9 +19,11 @@ from torch.nn import functional as F
 
 from became_avalanche import (
     BecameMergePlugin,
+    Fisher,
     GPMPlugin,
     MergeRecord,
     MultiHeadMLP,
+    TRGPPlugin,
     permuted_digits,
 )
 from tests.helpers import (
@@ -197,6 +199,25 @@ def test_merge_follows_the_algorithm(projected):
         for name, value in at_merged.items():
             precision[name] = precision.get(name, 0) + value
             torch.testing.assert_close(precisions[t][name].double(), precision[name], rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("estimator", ["empirical", "sampled", "exact", Fisher("empirical", n_samples=10)])
+def test_fisher_information_by_other_estimators(estimator):
+    """On networks with several heads, groups and running statistics; the random state is that of another estimator."""
+    plugin, batched = BecameMergePlugin(fisher=estimator), BecameMergePlugin()
+    stages, others = Stages(), Stages()
+    stream_of([GPMPlugin(0.9), plugin, stages.plugin()], convnet, blobs(shape=CONV_SHAPE, n_tasks=2))
+    stream_of([GPMPlugin(0.9), batched, others.plugin()], convnet, blobs(shape=CONV_SHAPE, n_tasks=2))
+    assert_same_weights(stages.ends[-1], others.ends[-1])
+    assert 0 < plugin.merges[0].coefficient < 1
+    assert plugin.merges[0].coefficient != batched.merges[0].coefficient
+    assert plugin.precision.keys() == batched.precision.keys()
+
+
+def test_weights_beside_the_model_need_the_batched_estimator():
+    plugins = [TRGPPlugin(0.0), BecameMergePlugin(fisher="exact")]
+    with pytest.raises(ValueError, match=r"TRGP\.1\..* is used outside the module that owns it.*'batched'"):
+        stream_of(plugins)
 
 
 def test_heads_of_other_tasks_stay_as_they_are():
