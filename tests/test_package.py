@@ -45,9 +45,11 @@ def test_quickstart_prints_acc_and_bwt():
     assert float(numbers[-1][2]) > 80  # chance is 10
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/methods.md"])
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_tables_in_the_readme_are_those_of_the_recorded_results(benchmark):
-    folder = ROOT / "experiments" / "results" / benchmark
+def test_tables_are_those_of_the_recorded_results(benchmark, page):
+    name = benchmark if page == "README.md" else f"{benchmark}-family"
+    folder = ROOT / "experiments" / "results" / name
     recorded = json.loads((folder / "results.json").read_text())
     text = (folder / "table.csv").read_text()
     methods = [line.split(",")[0] for line in text.splitlines()[1:]]
@@ -55,7 +57,8 @@ def test_tables_in_the_readme_are_those_of_the_recorded_results(benchmark):
     assert recorded["complete"]
     assert recorded["settings"] == json.loads(json.dumps(comparison.settings))
     comparison.runs = [RunResult(**run) for run in recorded["runs"]]
-    readme = (ROOT / "README.md").read_text()
+    content = (ROOT / page).read_text()
     assert len(comparison.runs) == 5 * len(methods)
-    assert text_table(comparison.rows()) in readme
-    assert text_gains(comparison.gains()) in readme
+    assert text_table(comparison.rows()) in content
+    assert text_gains(comparison.gains()) in content
+    assert f"--out experiments/results/{name}" in content

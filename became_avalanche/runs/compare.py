@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from became_avalanche.plugins.merge import MergeRecord
-from became_avalanche.runs.methods import used_strengths
+from became_avalanche.runs.methods import rivals_of, used_strengths
 from became_avalanche.runs.presets import BenchmarkPreset
 from became_avalanche.runs.train import RunResult
 
@@ -129,8 +129,7 @@ class Comparison:
         """For each merging method, its gain over its baseline and over the control that trains as long."""
         gains = []
         for method in self.methods:
-            base, plus, _ = method.partition("+")
-            for other in (base, f"{base}-2x") if plus else ():
+            for other in rivals_of(method):
                 theirs = {run.seed: run.acc for run in self.of(other)}
                 differences = [run.acc - theirs[run.seed] for run in self.of(method) if run.seed in theirs]
                 if differences:

@@ -120,6 +120,12 @@ def is_staged(method: str) -> bool:
     return _without_stage(method) != method or method == "connector"
 
 
+def rivals_of(method: str) -> tuple[str, ...]:
+    """What a merging method is compared with: its baseline, and the control that trains as long."""
+    base, plus, _ = method.partition("+")
+    return (base, "nscl-2x" if base == "connector" else f"{base}-2x") if plus else ()
+
+
 def used_strengths(methods: Sequence[str], strengths: Strengths) -> dict[str, float]:
     """Those of ``strengths`` that one of ``methods`` depends on."""
     used = {"nscl" if name == "connector" else name for name in map(_without_stage, methods)}
