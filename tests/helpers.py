@@ -136,6 +136,16 @@ def batch_of(experience):
     return torch.stack([x for x, *_ in data]), torch.tensor([y for _, y, *_ in data])
 
 
+def logits_of(strategy, experience):
+    """What the strategy's evaluation of an experience computes."""
+    outputs = []
+    original = strategy.forward
+    strategy.forward = lambda: outputs.append(original()) or outputs[-1]
+    strategy.eval(experience)
+    del strategy.forward
+    return torch.cat(outputs)
+
+
 def weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 

@@ -21,7 +21,18 @@ from became_avalanche import (
     permuted_digits,
     split_digits,
 )
-from tests.helpers import CONV_SHAPE, Network, assert_same_weights, blobs, convnet, mlp, naive, resnet, weights
+from tests.helpers import (
+    CONV_SHAPE,
+    Network,
+    assert_same_weights,
+    blobs,
+    convnet,
+    logits_of,
+    mlp,
+    naive,
+    resnet,
+    weights,
+)
 
 PROJECTIONS = {
     "gpm": lambda: [GPMPlugin(0.9)],
@@ -121,16 +132,6 @@ def test_state_goes_through_a_file_and_continues_to_the_same_weights(method, sec
     assert_same_weights(*results)
     for first, again in zip(*logits, strict=True):
         assert torch.equal(first, again)
-
-
-def logits_of(strategy, experience):
-    """What the strategy's evaluation of an experience computes."""
-    outputs = []
-    original = strategy.forward
-    strategy.forward = lambda: outputs.append(original()) or outputs[-1]
-    strategy.eval(experience)
-    del strategy.forward
-    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -23,6 +23,7 @@ from tests.helpers import (
     blobs,
     blobs_without_task_labels,
     convnet,
+    logits_of,
     mlp,
     naive,
     weights,
@@ -340,6 +341,19 @@ def test_scales_are_merged_with_the_weights():
             assert torch.equal(scale, torch.lerp(gp[key], hat[key], record.coefficient))
 
 
+def test_evaluation_serves_each_task_with_its_own_weights():
+    plugin = trusting()
+    strategy = trained(plugin)
+    model = strategy.model
+    for label, experience in enumerate(conv_blobs().test_stream):
+        actual = logits_of(strategy, experience)
+        model.eval()
+        plain = model(inputs_of(experience), label)
+        with plugin.task(label):
+            assert torch.equal(actual, model(inputs_of(experience), label))
+        assert torch.equal(actual, plain) == (label == 0)
+
+
 def test_evaluation_in_the_middle_of_a_training_changes_nothing():
     results = []
     for eval_every in (-1, 1):
@@ -355,6 +369,21 @@ def test_evaluation_in_the_middle_of_a_training_changes_nothing():
     for name, scales in results[0][1][2].items():
         for task, scale in scales.items():
             assert torch.equal(scale, results[1][1][2][name][task])
+
+
+def test_merge_after_an_evaluation_of_another_task_looks_at_its_own():
+    """The Fisher information and the memory are those of the task in training, whatever was evaluated last."""
+    results = []
+    for eval_every in (-1, 1):
+        torch.manual_seed(0)
+        plugin, merge = trusting(), BecameMergePlugin()
+        spy = Spy(before_training_epoch=lambda s: torch.manual_seed(s.clock.train_exp_epochs))
+        strategy = naive(convnet(), [plugin, merge, spy], eval_every=eval_every, train_mb_size=40, train_epochs=4)
+        strategy.eval(conv_blobs().test_stream)  # makes the heads
+        for experience in conv_blobs().train_stream:
+            strategy.train(experience, eval_streams=[conv_blobs().test_stream[:1]])
+        results.append([record.plasticity for record in merge.merges])
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
 def test_an_experience_that_was_broken_off_can_be_trained_again():

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from became_avalanche import train
-from became_avalanche.runs.methods import BASELINES, COMPARED, METHODS, PROJECTIONS, is_staged
+from became_avalanche.runs.methods import (
+    BASELINES,
+    COMPARED,
+    METHODS,
+    PROJECTIONS,
+    is_staged,
+    make_plugins,
+    rivals_of,
+    used_strengths,
+)
 from became_avalanche.runs.presets import BENCHMARKS, Recipe
 from tests import oracles
 from tests.helpers import Spy, blobs, mlp, weights
@@ -98,3 +107,27 @@ def test_si_really_does_something_on_the_cpu():
         return states[-1]["features.0.weight"]
 
     assert not torch.equal(final("si", 1.0), final("finetune"))
+
+
+def test_the_whole_family_by_name():
+    for projection in ("gpm", "sgp", "trgp", "gpcns", "nscl", "owm", "connector"):
+        assert {projection, f"{projection}-2x", f"{projection}+became"} <= set(METHODS)
+    plugins = {name: [type(plugin).__name__ for plugin in make_plugins(name, {})] for name in METHODS if "co" in name}
+    assert plugins["connector"] == ["NSCLPlugin", "ConnectorPlugin"]
+    assert plugins["connector+became"] == ["NSCLPlugin", "BecameMergePlugin", "ConnectorPlugin"]
+    assert plugins["connector-2x"] == ["NSCLPlugin", "EqualTrainingPlugin"]
+    assert make_plugins("owm+became", {"owm": 7})[0].alpha == 7
+    assert make_plugins("connector", {"nscl": 7})[0].a == 7
+    strengths = {"nscl": 1, "owm": 2, "ewc": 3}
+    assert used_strengths(["connector+became", "gpm"], strengths) == {"nscl": 1}
+    assert used_strengths(["owm-2x", "ewc"], strengths) == {"owm": 2, "ewc": 3}
+    assert is_staged("connector")
+    assert rivals_of("connector+became") == ("connector", "nscl-2x")
+    assert rivals_of("owm") == ()
+
+
+@pytest.mark.parametrize("method", ["sgp+became", "trgp-2x", "gpcns", "nscl+became", "owm", "connector+became"])
+def test_family_runs_from_its_name(method):
+    result = train(QUICK, method)
+    assert 0 <= result.acc <= 1
+    assert len(result.merges) == (len(result.accuracy) - 1 if "+" in method else 0)
