@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import sqrt
+from typing import ClassVar, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
-Weights = Mapping[str, Tensor]
+from became_avalanche.merging.fisher import fit
+
+Weights: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Merge:
     """Diagonal of F_t(θ̂)."""
     precision: Weights
     """Diagonal of Λ_{t-1}, the sum of the Fisher informations of all earlier tasks at their merged weights."""
+    previous_fisher: Weights = field(default_factory=dict)
+    """Diagonal of F_{t-1}(θ̂_{t-1}), of the previous task alone before its merge; only for rules that need it."""
 
     @property
     def delta(self) -> dict[str, Tensor]:
@@ -50,23 +56,128 @@ def norm(weights: Weights) -> float:
     return sqrt(sum(float(tensor.double().square().sum()) for tensor in weights.values()))
 
 
-def became(merge: Merge) -> float:
+Coefficient: TypeAlias = float | Mapping[str, Tensor]
+"""How far to go from ``base`` to ``candidate``: one number, or by name one per tensor or one per element."""
+
+Rule: TypeAlias = Callable[[Merge], Coefficient]
+
+
+@dataclass(frozen=True)
+class Became:
     """The coefficient in closed form:
 
-        λ = Δᵀ F_t(θ̂) Δ / Δᵀ (F_t(θ̂) + Λ_{t-1}) Δ.
+        λ = Δᵀ F_t(θ̂) Δ / Δᵀ (F_t(θ̂) + Λ_{t-1}) Δ,
 
-    If stage 2 did not move, λ = 0. If it moved where neither Fisher information sees anything, 1/t, with a warning.
+    for all parameters together, for each tensor, or for each element. Element by element it is ``F / (F + Λ)``, the
+    mode of IMM.
+
+    Eq. 20 takes ``dᵀ Λ_{t-1} Δ`` for zero, with ``d = θ_GP − θ*_{t-1}``. ``exact_anchor`` subtracts it from the
+    numerator and cuts the result off at 0 and 1.
+
+    Where stage 2 did not move, λ = 0. Where it moved and neither Fisher information sees anything, 1/t; with a warning
+    if that is so for all parameters together.
     """
-    delta = merge.delta
-    if not any(tensor.any() for tensor in delta.values()):
-        return 0.0
-    plasticity = quadratic_form(delta, merge.fisher, delta)
-    stability = quadratic_form(delta, merge.precision, delta)
-    if plasticity + stability == 0:
-        warnings.warn(
-            f"task {merge.t}: the Fisher informations of this task and of the earlier ones both vanish along the "
-            f"merging path, so Eq. 20 is undefined; merging with 1/t = {1 / merge.t:.3f} instead",
-            stacklevel=2,
-        )
-        return 1 / merge.t
-    return plasticity / (plasticity + stability)  # Eq. 20
+
+    granularity: Literal["global", "tensor", "element"] = "global"
+    exact_anchor: bool = False
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("global", "tensor", "element"):
+            raise ValueError(f"granularity must be 'global', 'tensor' or 'element'; got {self.granularity!r}")
+
+    def __call__(self, merge: Merge) -> Coefficient:
+        if self.granularity == "global":
+            return self._of_all(merge)
+        weights = {}
+        for name, step in merge.delta.items():
+            fisher, precision = merge.fisher[name].double(), merge.precision[name].double()
+            plasticity, stability = fisher * step.square(), precision * step.square()
+            anchor = precision * merge.drift[name] * step if self.exact_anchor else torch.zeros_like(step)
+            if self.granularity == "tensor":
+                plasticity, stability, anchor = plasticity.sum(), stability.sum(), anchor.sum()
+                step = step.abs().sum()
+            ratio = ((plasticity - anchor) / (plasticity + stability)).clamp(0, 1)
+            ratio = torch.where(plasticity + stability == 0, 1 / merge.t, ratio)
+            weights[name] = torch.where(step == 0, 0.0, ratio)
+        return weights
+
+    def _of_all(self, merge: Merge) -> float:
+        delta = merge.delta
+        if not any(step.any() for step in delta.values()):
+            return 0.0
+        plasticity = quadratic_form(delta, merge.fisher, delta)
+        stability = quadratic_form(delta, merge.precision, delta)
+        if plasticity + stability == 0:
+            warnings.warn(
+                f"task {merge.t}: the Fisher informations of this task and of the earlier ones both vanish along the "
+                f"merging path, so Eq. 20 is undefined; merging with 1/t = {1 / merge.t:.3f} instead",
+                stacklevel=3,
+            )
+            return 1 / merge.t
+        if self.exact_anchor:
+            exact = plasticity - quadratic_form(merge.drift, merge.precision, delta)
+            return min(1.0, max(0.0, exact / (plasticity + stability)))
+        return plasticity / (plasticity + stability)  # Eq. 20
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same for each task, as in CoMA."""
+
+    alpha: float = 0.4
+
+    def __call__(self, merge: Merge) -> float:
+        return self.alpha
+
+
+@dataclass(frozen=True)
+class CoFiMA:
+    """``α F_t / ((1 − α) F_{t-1} + α F_t)`` for each element, with the Fisher information of the previous task alone.
+
+    Where both vanish, α. What the previous task did not have (a new head) has no Fisher information there.
+    """
+
+    needs_previous_fisher: ClassVar[bool] = True
+
+    alpha: float = 0.4
+
+    def __call__(self, merge: Merge) -> dict[str, Tensor]:
+        weights = {}
+        for name, fisher in merge.fisher.items():
+            now = self.alpha * fisher.double()
+            before = (1 - self.alpha) * fit(merge.previous_fisher.get(name), fisher).double()
+            weights[name] = torch.where(now + before == 0, self.alpha, now / (now + before))
+        return weights
+
+
+def one_over_t(merge: Merge) -> float:
+    """The mean of all tasks, if each starts from the mean of those before (IMM-mean, Connector)."""
+    return 1 / merge.t
+
+
+def none(merge: Merge) -> float:
+    """No merge: the weights after the first stage."""
+    return 0.0
+
+
+became = Became()
+
+RULES: dict[str, Rule] = {
+    "became": became,
+    "became-tensor": Became("tensor"),
+    "became-exact": Became(exact_anchor=True),
+    "one-over-t": one_over_t,
+    "constant": Constant(),
+    "cofima": CoFiMA(),
+    "imm-mode": Became("element"),
+    "none": none,
+}
+
+
+def mean_coefficient(coefficient: Coefficient, delta: Weights) -> float:
+    """The mean of a coefficient over all elements that moved."""
+    if not isinstance(coefficient, Mapping):
+        return float(coefficient)
+    moved = {name: delta[name] != 0 for name in coefficient}
+    total = sum(float((weight * moved[name]).sum()) for name, weight in coefficient.items())
+    return total / max(1, sum(int(mask.sum()) for mask in moved.values()))

@@ -57,7 +57,8 @@ class ConnectorPlugin(StagedPlugin):
             theta_p = snapshot(strategy)
             with projections_suspended(strategy):
                 run(2)
-            restore(strategy, interpolate(theta_p, snapshot(strategy), 1 / (self.t + 1)))
+            share = 1 / (self.t + 1)
+            restore(strategy, interpolate(theta_p, snapshot(strategy), share, share))
             finish_merge(strategy)
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:

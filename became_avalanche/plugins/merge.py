@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import isfinite
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
 from became_avalanche.merging.fisher import Batch, Fisher, accumulate, fit
-from became_avalanche.merging.rules import Merge, became, norm, quadratic_form
+from became_avalanche.merging.rules import RULES, Merge, Rule, mean_coefficient, norm, quadratic_form
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended, publish
 from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
@@ -25,7 +26,7 @@ class MergeRecord:
     t: int
     """The task, counted from 1."""
     coefficient: float
-    """λ."""
+    """λ; if the rule gives more than one, their mean over all elements that moved."""
     plasticity: float
     """Δᵀ F_t(θ̂) Δ."""
     stability: float
@@ -58,13 +59,20 @@ class BecameMergePlugin(StagedPlugin):
     stages.
 
     All parameters are merged with one λ, the current head included; floating-point buffers (running statistics) too.
+    Other rules take the place of Eq. 20 by name, or as a function of the ``Merge``.
     """
 
-    _STATE = ("t", "precision", "merges")
+    _STATE = ("t", "precision", "previous_fisher", "merges")
 
-    def __init__(self, *, fisher: str | Fisher = "batched", epochs: int | None = None) -> None:
+    def __init__(
+        self, *, rule: str | Rule = "became", fisher: str | Fisher = "batched", epochs: int | None = None
+    ) -> None:
         """Init.
 
+        :param rule: how far to go from ``θ_GP`` to ``θ̂``: "became", "became-tensor" (one λ per tensor), "became-exact"
+            (without the assumption that ``θ_GP`` is as good for old tasks as ``θ*_{t-1}``), "one-over-t", "constant"
+            (0.4), "cofima", "imm-mode" (one λ per element) or "none"; or a function that gets a ``Merge`` and returns a
+            number, or by parameter name a tensor.
         :param fisher: how the Fisher information is estimated, by name or as an object with more to say: "batched",
             "empirical", "sampled" or "exact"; see ``Fisher``.
         :param epochs: epochs of stage 2, if not as many as the strategy's ``train_epochs``.
@@ -72,10 +80,15 @@ class BecameMergePlugin(StagedPlugin):
         super().__init__()
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs of stage 2 must be at least 1, or None for the strategy's; got {epochs}")
+        if isinstance(rule, str) and rule not in RULES:
+            raise ValueError(f"unknown rule {rule!r}; there is {', '.join(RULES)}, or pass a function of a Merge")
+        self.rule = RULES[rule] if isinstance(rule, str) else rule
         self.fisher = Fisher(fisher) if isinstance(fisher, str) else fisher
         self.epochs = epochs
         self.precision: dict[str, Tensor] = {}
         """Diagonal of Λ_t, by parameter name."""
+        self.previous_fisher: dict[str, Tensor] = {}
+        """Diagonal of F_t(θ̂_t), by parameter name, if the rule asks for it with ``needs_previous_fisher = True``."""
         self.merges: list[MergeRecord] = []
         """One record per merge, so none for the first experience."""
 
@@ -99,6 +112,7 @@ class BecameMergePlugin(StagedPlugin):
             self._merge(strategy, theta_previous, theta_gp, workers)
         else:
             self.precision = self._fisher(strategy, theta_previous, workers)
+            self._remember(self.precision)
 
     def _merge(
         self, strategy: SupervisedTemplate, theta_previous: dict[str, Tensor], theta_gp: dict[str, Tensor], workers: int
@@ -108,17 +122,21 @@ class BecameMergePlugin(StagedPlugin):
         try:
             fisher = self._fisher(strategy, theta_previous, workers)
             precision = {name: fit(self.precision.get(name), diagonal) for name, diagonal in fisher.items()}
-            merge = Merge(self.t + 1, theta_previous, theta_gp, theta_hat, fisher, precision)
-            coefficient = became(merge)
-            restore(strategy, interpolate(theta_gp, theta_hat, coefficient))
+            merge = Merge(self.t + 1, theta_previous, theta_gp, theta_hat, fisher, precision, self.previous_fisher)
+            coefficient = self.rule(merge)
+            mean = mean_coefficient(coefficient, merge.delta)
+            if not isfinite(mean):
+                raise ValueError(f"the rule {self.rule} gave a coefficient that is not finite for task {merge.t}")
+            restore(strategy, interpolate(theta_gp, theta_hat, coefficient, mean))
             # what a plugin trains for this task alone needs no precision: no later task moves it
             shared = {name for name, _ in strategy.model.named_parameters()} & theta_previous.keys()
             self.precision = accumulate(self.precision, self._fisher(strategy, shared, workers))  # at θ*
         except Exception:
             restore(strategy, theta_gp)  # the weights that are sure to be sound
             raise
+        self._remember(fisher)
         finish_merge(strategy)
-        record = _record(merge, coefficient, perf_counter() - start)
+        record = _record(merge, mean, perf_counter() - start)
         self.merges.append(record)
         for name, value in (
             ("Lambda", record.coefficient),
@@ -126,6 +144,10 @@ class BecameMergePlugin(StagedPlugin):
             ("Stability", record.stability),
         ):
             publish(self, strategy, name, value)
+
+    def _remember(self, fisher: dict[str, Tensor]) -> None:
+        if getattr(self.rule, "needs_previous_fisher", False):
+            self.previous_fisher = fisher
 
     def _fisher(self, strategy: SupervisedTemplate, names: Container[str], workers: int) -> dict[str, Tensor]:
         """F_t at the present weights, on training data of the experience in batches as in training.

@@ -29,10 +29,19 @@ def restore(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> None
             tensor.copy_(weights[name])
 
 
-def interpolate(base: Mapping[str, Tensor], candidate: Mapping[str, Tensor], coefficient: float) -> dict[str, Tensor]:
-    """``base + coefficient * (candidate − base)``; integers, which count something, as in ``candidate``."""
+def interpolate(
+    base: Mapping[str, Tensor], candidate: Mapping[str, Tensor], coefficient: float | Mapping[str, Tensor], rest: float
+) -> dict[str, Tensor]:
+    """``base + coefficient * (candidate − base)``; integers, which count something, as in ``candidate``.
+
+    :param coefficient: one for all, or by name.
+    :param rest: of what ``coefficient`` does not name (running statistics).
+    """
+    by_name = coefficient if isinstance(coefficient, Mapping) else {}
     return {
-        name: torch.lerp(start, candidate[name], coefficient) if start.is_floating_point() else candidate[name]
+        name: torch.lerp(start, candidate[name], by_name[name].to(start) if name in by_name else rest)
+        if start.is_floating_point()
+        else candidate[name]
         for name, start in base.items()
     }
 

@@ -1,6 +1,6 @@
 """Methods by name: ``<projection>``, ``<projection>-2x``, ``<projection>+<rule>``, or one of Avalanche's own.
 
-To add a method, add a line to ``PROJECTIONS`` or ``BASELINES``; its ``-2x`` and ``+became`` come by themselves.
+To add a method, add a line to ``PROJECTIONS`` or ``BASELINES``; its ``-2x`` and ``+<rule>`` come by themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from avalanche.training.plugins import (
 from avalanche.training.storage_policy import ReservoirSamplingBuffer
 from avalanche.training.templates import SupervisedTemplate
 
+from became_avalanche.merging.rules import RULES
 from became_avalanche.plugins.connector import ConnectorPlugin
 from became_avalanche.plugins.control import EqualTrainingPlugin
 from became_avalanche.plugins.gpcns import GPCNSPlugin
@@ -47,10 +48,15 @@ PROJECTIONS: dict[str, list[Callable[..., SupervisedPlugin]]] = {
 }
 """Name -> plugin, whose first argument is the strength."""
 
+
+def _merged(rule: str) -> Plugins:
+    return [BecameMergePlugin(rule=rule)]
+
+
 SECOND_STAGES: dict[str, Callable[[], Plugins]] = {
     "": lambda: [],
     "-2x": lambda: [EqualTrainingPlugin()],
-    "+became": lambda: [BecameMergePlugin()],
+    **{f"+{rule}": partial(_merged, rule) for rule in RULES},
 }
 
 BASELINES: dict[str, Callable[[float], Plugins]] = {
@@ -85,9 +91,8 @@ METHODS: dict[str, Callable[[Strengths], Plugins]] = {
         for projection in PROJECTIONS
         for stage, second in SECOND_STAGES.items()
     },
-    "connector": partial(_connector, SECOND_STAGES[""]),
+    **{f"connector{stage}": partial(_connector, second) for stage, second in SECOND_STAGES.items()},
     "connector-2x": partial(_projected, "nscl", SECOND_STAGES["-2x"]),  # two stages projected, no merge
-    "connector+became": partial(_connector, SECOND_STAGES["+became"]),
     **{name: partial(_baseline, name) for name in BASELINES},
     JOINT: lambda strengths: [],
 }

@@ -26,6 +26,7 @@ from became_avalanche import (
     TRGPPlugin,
     permuted_digits,
 )
+from became_avalanche.merging.rules import RULES
 from tests.helpers import (
     CONV_SHAPE,
     Network,
@@ -212,6 +213,55 @@ def test_fisher_information_by_other_estimators(estimator):
     assert 0 < plugin.merges[0].coefficient < 1
     assert plugin.merges[0].coefficient != batched.merges[0].coefficient
     assert plugin.precision.keys() == batched.precision.keys()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_merges_what_it_says(rule):
+    plugin, stages = BecameMergePlugin(rule=rule), Stages()
+    stream_of([GPMPlugin(0.9), plugin, stages.plugin()], convnet, blobs(shape=CONV_SHAPE))
+    for record, first in zip(plugin.merges, (1, 3), strict=True):
+        gp, hat, merged = stages.ends[first], stages.ends[first + 1], stages.merged[record.t - 1]
+        if rule == "none":
+            assert_same_weights({k: v for k, v in gp.items() if v.is_floating_point()}, floats(merged))
+        elif rule in ("became", "became-exact", "one-over-t", "constant"):
+            expected = {"one-over-t": 1 / record.t, "constant": 0.4}.get(rule, record.coefficient)
+            assert record.coefficient == expected
+            for name, tensor in floats(merged).items():
+                assert torch.equal(tensor, torch.lerp(gp[name], hat[name], expected)), name
+        else:  # between the two, further in some places than in others
+            name = "features.6.weight"
+            step = (merged[name] - gp[name]) / (hat[name] - gp[name])
+            step = step[(hat[name] - gp[name]).abs() > 1e-4]
+            assert -1e-3 < step.min() <= step.max() < 1 + 1e-3
+            assert (step.max() - step.min() > 0.1) == (rule != "became-tensor")
+            name = "features.1.running_mean"
+            torch.testing.assert_close(merged[name], torch.lerp(gp[name], hat[name], record.coefficient))
+
+
+def floats(state):
+    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+
+
+def test_cofima_alone_holds_the_previous_fisher_information():
+    for rule, times in (("became", 1), ("cofima", 2)):
+        plugin = BecameMergePlugin(rule=rule)
+        model = stream_of([plugin]).model
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        assert bool(plugin.previous_fisher) == (rule == "cofima")
+        assert plugin.memory_bytes() <= 4 * times * sum(sizes)
+        assert plugin.memory_bytes() > 4 * (times - 1) * sum(sizes)
+
+
+def test_a_rule_may_be_a_function():
+    seen = []
+    plugin = BecameMergePlugin(rule=lambda merge: seen.append(merge.t) or 0.125)
+    stream_of([GPMPlugin(), plugin])
+    assert seen == [2, 3]
+    assert [record.coefficient for record in plugin.merges] == [0.125, 0.125]
+    with pytest.raises(ValueError, match="gave a coefficient that is not finite for task 2"):
+        stream_of([BecameMergePlugin(rule=lambda merge: float("nan"))])
+    with pytest.raises(ValueError, match="unknown rule 'becam'; there is became, "):
+        BecameMergePlugin(rule="becam")
 
 
 def test_weights_beside_the_model_need_the_batched_estimator():
