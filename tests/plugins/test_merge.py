@@ -370,7 +370,10 @@ def test_state_goes_through_a_file_and_continues_to_the_same_weights():
 
 def test_growing_head_keeps_its_precision():
     merge = BecameMergePlugin()
-    make = lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), IncrementalClassifier(10))  # noqa: E731
+
+    def make():
+        return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), IncrementalClassifier(10))
+
     torch.manual_seed(0)
     model = make()
     strategy = naive(model, [GPMPlugin(), merge])

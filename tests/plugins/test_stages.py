@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_early_stopping_ends_each_stage_by_itself():
     )
     torch.manual_seed(0)
     model = mlp()
-    make = lambda p: torch.optim.SGD(p, lr=2.0)  # noqa: E731 - too large a step: the loss soon rises
+    make = partial(torch.optim.SGD, lr=2.0)  # too large a step: the loss soon rises
     strategy = controlled(model, make, SCHEDULES["step"], [spy, GPMPlugin(0.9), BecameMergePlugin()])
     valid = blobs().valid_stream
     strategy.train(blobs().train_stream, eval_streams=[valid])

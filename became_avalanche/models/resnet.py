@@ -1,0 +1,64 @@
+"""The network of the gradient projection papers for images of natural scenes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from avalanche.models import MultiHeadClassifier, MultiTaskModule
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
+
+SMALLEST = 9
+"""The smallest image that leaves the 2 x 2 values that are pooled in the end."""
+
+
+class ReducedResNet18(MultiTaskModule):
+    """ResNet18 with about a tenth of its weights, and one head per task: 17 convolutions 3 x 3, three 1 x 1 shortcuts.
+
+    Batch normalisation has no running statistics, as in the published codes: at evaluation, too, a batch is normalised
+    by its own, so predictions depend on what else is in the batch. The papers' heads have no biases; those of
+    Avalanche have, and cannot do without: one value per class.
+    """
+
+    def __init__(self, image_size: int = 84, width: int = 20) -> None:
+        """Init.
+
+        :param image_size: height and width of the images: 84 for miniImageNet, 32 for CIFAR. The first convolution
+            has stride 2 for images larger than 32.
+        :param width: channels of the first layer, which double three times.
+        """
+        super().__init__()
+        if image_size < SMALLEST:
+            raise ValueError(f"image_size must be at least {SMALLEST}, smaller maps vanish; got {image_size}")
+        if width < 1:
+            raise ValueError(f"width must be at least 1; got {width}")
+        stem_stride = 2 if image_size > 32 else 1
+        self.features = nn.Sequential()
+        self.features.add_module("conv1", nn.Conv2d(3, width, 3, stem_stride, padding=1, bias=False))
+        self.features.add_module("bn1", _norm(width))
+        self.features.add_module("relu", nn.ReLU())
+        self.features.add_module("layer1", _two_blocks(width, width))
+        self.features.add_module("layer2", _two_blocks(width, 2 * width))
+        self.features.add_module("layer3", _two_blocks(2 * width, 4 * width))
+        self.features.add_module("layer4", _two_blocks(4 * width, 8 * width))
+        self.features.add_module("pool", nn.AvgPool2d(2))
+        self.features.add_module("flatten", nn.Flatten())
+        side = -(-image_size // (8 * stem_stride)) // 2  # each stride rounds up, the pool rounds down
+        self.classifier = MultiHeadClassifier(8 * width * side**2)
+
+    def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
+        """Logits of the head of each sample's task."""
+        logits: Tensor = self.classifier(self.features(x), task_labels)
+        return logits
+
+
+_norm = partial(nn.BatchNorm2d, track_running_stats=False)
+
+
+def _two_blocks(channels: int, wider: int) -> nn.Sequential:
+    """Two residual blocks. If they are wider than their input, the first halves the image and has a shortcut for it."""
+    stride, shortcut = 1, None
+    if wider > channels:
+        stride, shortcut = 2, nn.Sequential(nn.Conv2d(channels, wider, 1, stride=2, bias=False), _norm(wider))
+    first = BasicBlock(channels, wider, stride, shortcut, norm_layer=_norm)
+    return nn.Sequential(first, BasicBlock(wider, wider, norm_layer=_norm))
