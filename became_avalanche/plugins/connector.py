@@ -44,7 +44,6 @@ class ConnectorPlugin(StagedPlugin):
         self.head = head
         self._start: dict[str, Tensor] = {}
         self._features: _Features | None = None
-        self._old_features: _Features | None = None
         self._old_model: nn.Module | None = None
 
     def stages(self, strategy: SupervisedTemplate) -> bool:
@@ -68,29 +67,32 @@ class ConnectorPlugin(StagedPlugin):
             self._start = snapshot(strategy)
             return
         restore(strategy, self._start)
-        head = self._head(strategy.model)
         self._old_model = deepcopy(strategy.model).eval()
-        self._old_features = _Features(self._old_model.get_submodule(head))
-        self._features = _Features(strategy.model.get_submodule(head))
+
+    def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if self._old_model is not None:
+            self._features = _Features(strategy.model, self._head(strategy.model))
 
     def before_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        if self._features is None or self._old_features is None:
+        if self._features is None or self._old_model is None:
             return
+        features, self._features = self._features.taken(), None
         model, strategy.model = strategy.model, self._old_model
+        old_features = _Features(self._old_model, self._head(model))
         try:
             with torch.no_grad():
                 strategy.forward()
         finally:
             strategy.model = model
-        strategy.loss += self.distillation * F.mse_loss(self._features.value, self._old_features.value)
+        strategy.loss += self.distillation * F.mse_loss(features, old_features.taken())
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._forget()
 
     def _forget(self) -> None:
-        if self._features is not None:
-            self._features.hook.remove()
-        self._start, self._features, self._old_features, self._old_model = {}, None, None, None
+        if self._features is not None:  # left over if an iteration was broken off
+            self._features.taken()
+        self._start, self._features, self._old_model = {}, None, None
 
     def _head(self, model: nn.Module) -> str:
         modules = dict(model.named_modules())
@@ -110,12 +112,15 @@ class ConnectorPlugin(StagedPlugin):
 
 
 class _Features:
-    """The last input of a module."""
+    """The input of a module in the next forward pass. Nothing stays on the model: others may want to copy it."""
 
-    value: Tensor
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._value = torch.empty(0)
+        self._hook = model.get_submodule(name).register_forward_pre_hook(self._keep)
 
-    def __init__(self, module: nn.Module) -> None:
-        self.hook = module.register_forward_pre_hook(self._keep)
+    def taken(self) -> Tensor:
+        self._hook.remove()
+        return self._value
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.value = args[0]
+        self._value = args[0]

@@ -1,10 +1,13 @@
+import copy
+
 import pytest
 import torch
 from avalanche.models import SimpleMLP
+from avalanche.training.plugins import LwFPlugin
 from torch import nn
 from torch.nn import functional as F
 
-from became_avalanche import BecameMergePlugin, ConnectorPlugin, EqualTrainingPlugin, NSCLPlugin
+from became_avalanche import BecameMergePlugin, ConnectorPlugin, EqualTrainingPlugin, GPMPlugin, NSCLPlugin
 from tests.helpers import (
     CONV_SHAPE,
     Network,
@@ -76,6 +79,48 @@ def test_second_branch_is_free_and_stays_near_the_old_features():
     assert free[-1][1] > 0
     for distance, expected in free:
         assert distance == pytest.approx(3 * expected, rel=1e-3, abs=1e-6)
+
+
+def test_second_branch_is_not_projected():
+    stages = Stages()
+    plugins = [GPMPlugin(threshold=1, n_samples=None), ConnectorPlugin(), stages.plugin()]
+    trained(mlp(), plugins, blobs(n_tasks=2, samples=200))  # all directions of the first layer are protected
+    start, name = stages.starts[1][2], "features.0.weight"
+    torch.testing.assert_close(stages.ends[1][name], start[name])
+    assert (stages.ends[2][name] - start[name]).norm() > 0.01
+
+
+def test_old_features_are_those_of_evaluation():
+    """Without dropout, and with the statistics of old tasks."""
+    old, seen, now = {}, [], []
+    model = Network(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)), 8)
+    connector = ConnectorPlugin()
+
+    def compare(strategy):
+        if now:
+            frozen = copy.deepcopy(strategy.model)
+            frozen.load_state_dict(old)
+            features = frozen.eval().features(strategy.mb_x)
+            distance = (strategy.loss - strategy.criterion()).item()
+            seen.append((distance, F.mse_loss(now[-1], features).item()))
+
+    def start(strategy, stage):
+        if stage == 1:
+            old.update(weights(strategy.model))
+        else:
+            strategy.model.classifier.register_forward_pre_hook(lambda m, args: m.training and now.append(args[0].data))
+
+    trained(model, [connector, Spy(on_stage_start=start, before_backward=compare)], blobs(n_tasks=2))
+    assert len(seen) == 8
+    for distance, expected in seen:
+        assert distance == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("second", [[], [BecameMergePlugin]])
+def test_others_may_copy_the_model(second):
+    plugins = [LwFPlugin(alpha=1, temperature=2), NSCLPlugin(), ConnectorPlugin(), *(make() for make in second)]
+    model = trained(mlp(), plugins, blobs()).model
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_distillation_holds_the_features():

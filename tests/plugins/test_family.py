@@ -243,9 +243,11 @@ def test_the_published_quirks_run_too(method):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_nscl_with_infinite_a_is_plain_training(optimizer):
+def test_nscl_with_infinite_a_is_training_without_projection(optimizer):
+    """With the optimizer's state reset for each experience, as under any method."""
     plain, free = (
-        trained(plugins, mlp, OPTIMIZERS[optimizer], blobs())[-1] for plugins in ([], [NSCLPlugin(float("inf"))])
+        trained([plugin], mlp, OPTIMIZERS[optimizer], blobs())[-1]
+        for plugin in (GPMPlugin(threshold=0, increment=0), NSCLPlugin(float("inf")))
     )
     for name, tensor in plain.items():
         torch.testing.assert_close(tensor, free[name])

@@ -123,7 +123,7 @@ def test_second_stage_is_bitwise_a_plain_training(optimizer, schedule):
 def test_schedule_runs_again_in_the_second_stage(schedule):
     """Avalanche itself cannot restart a SequentialLR between experiences, so it is looked at within one."""
     rates, merge = [], BecameMergePlugin()
-    merge.load_state_dict({"t": 1, "precision": {}, "merges": []})  # so that the first experience has two stages
+    merge.t = 1  # so that the first experience has two stages
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
