@@ -87,6 +87,17 @@ class Tokens(nn.Module):
         return self.last(self.slope(self.norm(self.second(x))).mean(1))
 
 
+class Once(nn.Module):
+    """Tokens that meet each layer once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh()).mean(1)
+
+
 class Heads(nn.Module):
     """Computes all heads and uses one."""
 
@@ -115,6 +126,7 @@ class Residual(nn.Module):
 MODELS = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)), (4,)),
     "tokens": (Tokens, (5, 4)),
+    "tokens once": (Once, (5, 4)),
     "heads": (Heads, (4,)),
     "residual": (Residual, (2, 6, 6)),
     "1-d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2, dilation=2), nn.Flatten(), nn.Linear(15, 3)), (2, 7)),

@@ -26,7 +26,7 @@ from became_avalanche import (
     TRGPPlugin,
     permuted_digits,
 )
-from became_avalanche.merging.rules import RULES
+from became_avalanche.merging.rules import RULES, CoFiMA
 from tests.helpers import (
     CONV_SHAPE,
     Network,
@@ -250,6 +250,29 @@ def test_cofima_alone_holds_the_previous_fisher_information():
         assert bool(plugin.previous_fisher) == (rule == "cofima")
         assert plugin.memory_bytes() <= 4 * times * sum(sizes)
         assert plugin.memory_bytes() > 4 * (times - 1) * sum(sizes)
+
+
+def test_the_previous_fisher_information_is_that_before_the_merge():
+    seen = []
+
+    class Watched(CoFiMA):
+        def __call__(self, merge):
+            seen.append((merge.fisher, merge.previous_fisher))
+            return super().__call__(merge)
+
+    plugin = BecameMergePlugin(rule=Watched())
+    stream_of([GPMPlugin(0.9), plugin])
+    assert_same_weights(seen[0][0], {name: seen[1][1][name] for name in seen[0][0]})
+    assert_same_weights(seen[1][0], {name: plugin.previous_fisher[name] for name in seen[1][0]})
+
+
+def test_fewer_samples_make_another_fisher_information():
+    coefficients = set()
+    for n_samples in (None, 10, 20):
+        plugin = BecameMergePlugin(fisher=Fisher("empirical", n_samples))
+        stream_of([GPMPlugin(0.9), plugin], benchmark=blobs(n_tasks=2))
+        coefficients.add(plugin.merges[0].coefficient)
+    assert len(coefficients) == 3
 
 
 def test_a_rule_may_be_a_function():
