@@ -22,17 +22,8 @@ from avalanche.training.plugins import EvaluationPlugin
 from avalanche.training.supervised import Naive
 from tqdm import tqdm
 
-from became_avalanche import (
-    BecameMergePlugin,
-    GPCNSPlugin,
-    GPMPlugin,
-    NSCLPlugin,
-    OWMPlugin,
-    ReducedResNet18,
-    SGPPlugin,
-    TRGPPlugin,
-    nscl_groups,
-)
+from became_avalanche import BecameMergePlugin, ReducedResNet18, nscl_groups
+from became_avalanche.runs.methods import PROJECTIONS
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 TASKS, CLASSES, SIZE = 20, 5, 84
@@ -46,15 +37,7 @@ SETTINGS = {
     "nscl": {"n_samples": IMAGES},
     "owm": {"n_samples": IMAGES},
 }
-PLUGINS = {
-    "gpm": GPMPlugin,
-    "sgp": SGPPlugin,
-    "trgp": TRGPPlugin,
-    "gpcns": GPCNSPlugin,
-    "nscl": NSCLPlugin,
-    "owm": OWMPlugin,
-}
-METHODS = (*PLUGINS, "gpm+became")
+METHODS = (*SETTINGS, "gpm+became")
 BASES = ("gpm", "sgp", "trgp")
 PAPER = {  # model parameters, and additional memory of the first and the second stage, in MiB
     "gpm": (4.74, 37.51, None),
@@ -90,7 +73,7 @@ def measure(method, rate, benchmark, progress):
     progress.set_description(f"{method}, learning rate {rate}")
     torch.manual_seed(0)
     first, *second = method.split("+")
-    plugins = [PLUGINS[first](**SETTINGS[first]), *(BecameMergePlugin() for _ in second)]
+    plugins = [PROJECTIONS[first][0](**SETTINGS[first]), *(BecameMergePlugin() for _ in second)]
     model = ReducedResNet18(SIZE)
     sgd = first != "nscl"  # which has its own recipe
     optimizer = torch.optim.SGD(model.parameters(), lr=rate) if sgd else torch.optim.Adam(nscl_groups(model))

@@ -45,6 +45,7 @@ class ConnectorPlugin(StagedPlugin):
         self._start: dict[str, Tensor] = {}
         self._features: _Features | None = None
         self._old_model: nn.Module | None = None
+        self._head_name = ""
 
     def stages(self, strategy: SupervisedTemplate) -> bool:
         """Leave it to ``BecameMergePlugin`` if there is one."""
@@ -68,17 +69,18 @@ class ConnectorPlugin(StagedPlugin):
             return
         restore(strategy, self._start)
         self._old_model = deepcopy(strategy.model).eval()
+        self._head_name = self._find_head(strategy.model)
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self._old_model is not None:
-            self._features = _Features(strategy.model, self._head(strategy.model))
+            self._features = _Features(strategy.model, self._head_name)
 
     def before_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self._features is None or self._old_model is None:
             return
         features, self._features = self._features.taken(), None
         model, strategy.model = strategy.model, self._old_model
-        old_features = _Features(self._old_model, self._head(model))
+        old_features = _Features(self._old_model, self._head_name)
         try:
             with torch.no_grad():
                 strategy.forward()
@@ -94,7 +96,7 @@ class ConnectorPlugin(StagedPlugin):
             self._features.taken()
         self._start, self._features, self._old_model = {}, None, None
 
-    def _head(self, model: nn.Module) -> str:
+    def _find_head(self, model: nn.Module) -> str:
         modules = dict(model.named_modules())
         if self.head is not None:
             if self.head not in modules:

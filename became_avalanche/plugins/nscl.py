@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from became_avalanche.merging.fisher import batched_fisher
 from became_avalanche.plugins.covariance import CovariancePlugin
 from became_avalanche.plugins.passes import data_pass
-from became_avalanche.plugins.projection import ProjectionOptions, task_heads
+from became_avalanche.plugins.projection import ProjectionOptions, refuse_divergence, task_heads
 from became_avalanche.plugins.state import StatefulPlugin
 from became_avalanche.subspace.basis import Projector, compact
 from became_avalanche.subspace.layers import InputMatrix, map_layers
@@ -69,8 +69,7 @@ class NSCLPlugin(CovariancePlugin):
         self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
-        """The inputs of each layer. The importance of normalisation parameters is updated on the way."""
-        self._update_importance(strategy, num_workers)
+        """The inputs of each layer, or their means over batches."""
         if self.reference:
             return self._layer_inputs(strategy, strategy.train_mb_size, num_workers, batch_mean=True)
         return super().observe(strategy, num_workers)
@@ -109,22 +108,33 @@ class NSCLPlugin(CovariancePlugin):
         parameters = dict(strategy.model.named_parameters())
         return ((name, parameters[name]) for name in self._layers.normalisation if parameters[name].requires_grad)
 
-    def _update_importance(self, strategy: SupervisedTemplate, num_workers: int) -> None:
-        """Add this task's term: the sum of all terms is one with the sum of importances at their mean anchor."""
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         parameters = dict(self._normalisation(strategy))
+        importances = self._importances(strategy, parameters, kwargs.get("num_workers", 0))
+        super().after_training_exp(strategy, **kwargs)
+        for name, importance in importances.items():
+            self._hold(name, importance, parameters[name].detach().clone())
+
+    def _importances(
+        self, strategy: SupervisedTemplate, parameters: dict[str, nn.Parameter], num_workers: int
+    ) -> dict[str, Tensor]:
         if not parameters:
-            return
+            return {}
         dataset = strategy.experience.dataset
-        with torch.enable_grad(), data_pass(strategy, dataset, strategy.train_mb_size, None, num_workers) as batches:
-            fisher = batched_fisher(((_loss_of_predictions(strategy), size) for size in batches), parameters)
-        for name, importance in fisher.items():
-            anchor = parameters[name].detach().clone()
-            if name in self.memory:
-                old = self.memory[name]
-                total = old["importance"] + importance
-                share = (importance / total).nan_to_num(1.0)  # where neither matters, the anchor does not either
-                anchor, importance = torch.lerp(old["anchor"], anchor, share), total
-            self.memory[name] = {"importance": importance, "anchor": anchor}
+        with data_pass(strategy, dataset, strategy.train_mb_size, None, num_workers) as batches:
+            importances = batched_fisher(((_loss_of_predictions(strategy), size) for size in batches), parameters)
+        for name, importance in importances.items():
+            refuse_divergence(name, importance)
+        return importances
+
+    def _hold(self, name: str, importance: Tensor, anchor: Tensor) -> None:
+        """Add this task's term: the sum of all terms is one with the sum of importances at their mean anchor."""
+        if name in self.memory:
+            old = self.memory[name]
+            total = old["importance"] + importance
+            share = (importance / total).nan_to_num(1.0)  # where neither matters, the anchor does not either
+            anchor, importance = torch.lerp(old["anchor"], anchor, share), total
+        self.memory[name] = {"importance": importance, "anchor": anchor}
 
 
 def _loss_of_predictions(strategy: SupervisedTemplate) -> Tensor:

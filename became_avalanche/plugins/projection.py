@@ -190,9 +190,7 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         observations = self.observe(strategy, kwargs.get("num_workers", 0))
         for name, observed in observations.items():
-            if not observed.energy().isfinite().all():
-                what = f"what was observed of layer {name} is not finite"
-                raise ValueError(f"{what}: the training has diverged; lower the learning rate")
+            refuse_divergence(name, observed.energy())
         for name, observed in observations.items():
             self.update_memory(name, observed)
             self._store_like(name, self._layers.protected[name][0].weight)
@@ -272,6 +270,13 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
             raise ValueError(f"{message}; exclude them, or leave out strict=True to accept this")
         self._warned.update(fresh)
         warnings.warn(f"{message}; name them in exclude to silence this", stacklevel=3)
+
+
+def refuse_divergence(name: str, observed: Tensor) -> None:
+    """Raise a ValueError if what would enter the memory of ``name`` is not finite."""
+    if not observed.isfinite().all():
+        what = f"what was observed of {name} is not finite"
+        raise ValueError(f"{what}: the training has diverged; lower the learning rate")
 
 
 class _Guard:

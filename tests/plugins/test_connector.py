@@ -163,7 +163,7 @@ def test_evaluation_at_the_start_of_the_second_branch_is_of_its_weights():
 
 def test_single_head_is_the_last_linear():
     model = SimpleMLP(num_classes=2, input_size=6, hidden_size=12, drop_rate=0)
-    assert ConnectorPlugin()._head(model) == "classifier"
+    assert ConnectorPlugin()._find_head(model) == "classifier"
     trained(model, [NSCLPlugin(), ConnectorPlugin()], blobs_without_task_labels())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -176,12 +176,12 @@ class TwoHeads(Network):
 
 def test_unclear_features_are_refused():
     with pytest.raises(ValueError, match=r"the model has 2 heads: classifier, second; name the module"):
-        ConnectorPlugin()._head(TwoHeads())
+        ConnectorPlugin()._find_head(TwoHeads())
     with pytest.raises(ValueError, match="the model has 0 heads"):
-        ConnectorPlugin()._head(nn.Conv2d(1, 1, 1))
+        ConnectorPlugin()._find_head(nn.Conv2d(1, 1, 1))
     with pytest.raises(ValueError, match="head names 'clasifier', which the model does not have"):
-        ConnectorPlugin(head="clasifier")._head(mlp())
-    assert ConnectorPlugin(head="second")._head(TwoHeads()) == "second"
+        ConnectorPlugin(head="clasifier")._find_head(mlp())
+    assert ConnectorPlugin(head="second")._find_head(TwoHeads()) == "second"
     with pytest.raises(ValueError, match=r"distillation.*-1"):
         ConnectorPlugin(-1)
 

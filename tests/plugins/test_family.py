@@ -279,9 +279,11 @@ def test_heads_outside_the_parameter_groups_are_explained():
     assert [group["lr"] for group in strategy.optimizer.param_groups] == [0.1, 0.2]
 
 
+@pytest.mark.parametrize("network", [mlp, convnet])
 @pytest.mark.parametrize("method", PROJECTIONS)
-def test_divergence_is_an_error_that_names_the_layer(method):
+def test_divergence_is_an_error_that_writes_nothing(method, network):
     (plugin,) = PROJECTIONS[method]()
-    with pytest.raises(ValueError, match=r"layer features\.\d\.weight is not finite.*lower the learning rate"):
-        trained([plugin], mlp, lambda parameters: torch.optim.SGD(parameters, lr=1e30), blobs(n_tasks=1))
+    benchmark = blobs(n_tasks=1) if network is mlp else blobs(n_tasks=1, shape=CONV_SHAPE)
+    with pytest.raises(ValueError, match=r"observed of features\.\d\.weight is not finite.*lower the learning rate"):
+        trained([plugin], network, lambda parameters: torch.optim.SGD(parameters, lr=1e30), benchmark)
     assert plugin.memory == {}
