@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from became_avalanche.benchmarks.cifar import split_cifar100
     from became_avalanche.benchmarks.digits import permuted_digits, split_digits
     from became_avalanche.logging.wandb import WandBLogger
     from became_avalanche.merging.fisher import Fisher
     from became_avalanche.merging.rules import Merge
     from became_avalanche.metrics.accuracy import AccuracyMatrix
+    from became_avalanche.models.alexnet import AlexNet
     from became_avalanche.models.mlp import MultiHeadMLP
     from became_avalanche.models.resnet import ReducedResNet18
     from became_avalanche.plugins.connector import ConnectorPlugin
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AccuracyMatrix": "metrics.accuracy",
+    "AlexNet": "models.alexnet",
     "BecameMergePlugin": "plugins.merge",
     "ConnectorPlugin": "plugins.connector",
     "EqualTrainingPlugin": "plugins.control",
@@ -54,12 +57,14 @@ _HOMES = {
     "WandBLogger": "logging.wandb",
     "nscl_groups": "plugins.nscl",
     "permuted_digits": "benchmarks.digits",
+    "split_cifar100": "benchmarks.cifar",
     "split_digits": "benchmarks.digits",
     "train": "runs.train",
 }
 
 __all__ = [
     "AccuracyMatrix",
+    "AlexNet",
     "BecameMergePlugin",
     "ConnectorPlugin",
     "EqualTrainingPlugin",
@@ -82,6 +87,7 @@ __all__ = [
     "WandBLogger",
     "nscl_groups",
     "permuted_digits",
+    "split_cifar100",
     "split_digits",
     "train",
 ]

@@ -25,7 +25,7 @@ class Merge:
     anchor: Weights
     """θ*_{t-1}: the merged weights of the previous task."""
     base: Weights
-    """θ_GP: the weights after the projected stage."""
+    """θ_GP: the weights after the projected stage. Without projection, the anchor."""
     candidate: Weights
     """θ̂: the weights after the free stage."""
     fisher: Weights
@@ -34,6 +34,11 @@ class Merge:
     """Diagonal of Λ_{t-1}, the sum of the Fisher informations of all earlier tasks at their merged weights."""
     previous_fisher: Weights = field(default_factory=dict)
     """Diagonal of F_{t-1}(θ̂_{t-1}), of the previous task alone before its merge; only for rules that need it."""
+
+    @property
+    def projected(self) -> bool:
+        """Whether the path starts from weights that have learned the task by gradient projection."""
+        return self.base is not self.anchor
 
     @property
     def delta(self) -> dict[str, Tensor]:
@@ -156,8 +161,8 @@ def one_over_t(merge: Merge) -> float:
 
 
 def none(merge: Merge) -> float:
-    """No merge: the weights after the first stage."""
-    return 0.0
+    """No merge: the weights after the first stage, which is the only one without projection."""
+    return 0.0 if merge.projected else 1.0
 
 
 became = Became()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite
 from time import perf_counter
 from typing import Any
 
+import torch
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
 from became_avalanche.merging.fisher import Batch, Fisher, accumulate, fit
 from became_avalanche.merging.rules import RULES, Merge, Rule, mean_coefficient, norm, quadratic_form
 from became_avalanche.plugins.passes import data_pass
+from became_avalanche.plugins.projection import GradientProjectionPlugin
 from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended, publish
 from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
 
@@ -55,8 +57,10 @@ class BecameMergePlugin(StagedPlugin):
 
     The memory of the projection plugins is then updated on ``θ*``, in whatever order the plugins are listed. The first
     experience is trained once. Stage 2 starts as a plain training would: fresh optimizer state, learning rate schedule
-    and early stopping. Without a projection plugin, stage 1 is free as well. Other people's plugins work in both
-    stages.
+    and early stopping. Other people's plugins work in both stages.
+
+    Without a projection plugin there is one stage, free from ``θ*_{t-1}``, whose ``θ̂`` is merged with ``θ*_{t-1}``, as
+    in the paper's ablation. What no earlier task has learned, such as the new head, is taken from ``θ̂``.
 
     All parameters are merged with one λ, the current head included; floating-point buffers (running statistics) too.
     Other rules take the place of Eq. 20 by name, or as a function of the ``Merge``.
@@ -105,20 +109,29 @@ class BecameMergePlugin(StagedPlugin):
         workers = kwargs.get("num_workers", 0)
         theta_previous = snapshot(strategy)
         run(1)
-        if self.t > 0:
+        if self.t == 0:
+            self.precision = self._fisher(strategy, theta_previous, workers)
+            self._remember(self.precision)
+        elif any(isinstance(plugin, GradientProjectionPlugin) for plugin in strategy.plugins):
             theta_gp = snapshot(strategy)
             with self._free_training(strategy):
                 run(2)
             self._merge(strategy, theta_previous, theta_gp, workers)
         else:
-            self.precision = self._fisher(strategy, theta_previous, workers)
-            self._remember(self.precision)
+            self._merge(strategy, theta_previous, None, workers)
 
     def _merge(
-        self, strategy: SupervisedTemplate, theta_previous: dict[str, Tensor], theta_gp: dict[str, Tensor], workers: int
+        self,
+        strategy: SupervisedTemplate,
+        theta_previous: dict[str, Tensor],
+        theta_gp: dict[str, Tensor] | None,
+        workers: int,
     ) -> None:
         start = perf_counter()
         theta_hat = snapshot(strategy)
+        sound = theta_gp or theta_previous
+        if theta_gp is None:
+            theta_previous = theta_gp = self._with_new(theta_previous, theta_hat, trainable(strategy))
         try:
             fisher = self._fisher(strategy, theta_previous, workers)
             precision = {name: fit(self.precision.get(name), diagonal) for name, diagonal in fisher.items()}
@@ -132,7 +145,7 @@ class BecameMergePlugin(StagedPlugin):
             shared = {name for name, _ in strategy.model.named_parameters()} & theta_previous.keys()
             self.precision = accumulate(self.precision, self._fisher(strategy, shared, workers))  # at θ*
         except Exception:
-            restore(strategy, theta_gp)  # the weights that are sure to be sound
+            restore(strategy, sound)
             raise
         self._remember(fisher)
         finish_merge(strategy)
@@ -144,6 +157,16 @@ class BecameMergePlugin(StagedPlugin):
             ("Stability", record.stability),
         ):
             publish(self, strategy, name, value)
+
+    def _with_new(self, old: dict[str, Tensor], new: dict[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
+        """``old``, but ``new`` where no task has left a precision: a new head, new units of a head that grows."""
+        result = dict(old)
+        for name in parameters:
+            if name in old:
+                precision = self.precision.get(name)
+                known = None if precision is None or not precision.any() else torch.ones_like(precision)
+                result[name] = torch.where(fit(known, new[name]).bool(), old[name], new[name])
+        return result
 
     def _remember(self, fisher: dict[str, Tensor]) -> None:
         if getattr(self.rule, "needs_previous_fisher", False):

@@ -1,5 +1,7 @@
 """Methods by name: ``<projection>``, ``<projection>-2x``, ``<projection>+<rule>``, or one of Avalanche's own.
 
+``finetune`` is no projection: ``finetune+<rule>`` trains once and merges with the weights before.
+
 To add a method, add a line to ``PROJECTIONS`` or ``BASELINES``; its ``-2x`` and ``+<rule>`` come by themselves.
 """
 
@@ -105,7 +107,6 @@ COMPARED = (
     "lwf",
     "agem",
     "er",
-    "finetune-2x",
     "finetune+became",
     "gpm",
     "gpm-2x",
@@ -122,13 +123,17 @@ def make_plugins(method: str, strengths: Strengths) -> Plugins:
 
 def is_staged(method: str) -> bool:
     """Whether the method trains each task from the second on twice."""
-    return _without_stage(method) != method or method == "connector"
+    return method == "connector" or (_without_stage(method) != method and not method.startswith("finetune+"))
 
 
 def rivals_of(method: str) -> tuple[str, ...]:
     """What a merging method is compared with: its baseline, and the control that trains as long."""
     base, plus, _ = method.partition("+")
-    return (base, "nscl-2x" if base == "connector" else f"{base}-2x") if plus else ()
+    if not plus:
+        return ()
+    if not is_staged(method):
+        return (base,)
+    return (base, "nscl-2x" if base == "connector" else f"{base}-2x")
 
 
 def used_strengths(methods: Sequence[str], strengths: Strengths) -> dict[str, float]:

@@ -34,6 +34,7 @@ class BenchmarkPreset:
     stream: Callable[[int], Any]
     """Seed -> Avalanche benchmark with train, valid and test streams."""
     n_tasks: int
+    """How many tasks of the stream are learned."""
     model: Callable[[], nn.Module]
     recipe: Recipe
     strengths: Mapping[str, float] = field(default_factory=dict)

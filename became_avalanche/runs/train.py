@@ -92,12 +92,13 @@ def train(
     )
 
     seconds = 0.0
-    steps = [stream.train_stream] if method == JOINT else list(stream.train_stream)
+    tasks = stream.train_stream[: preset.n_tasks]
+    steps = [tasks] if method == JOINT else list(tasks)
     for t, step in enumerate(steps, start=1):
         start = perf_counter()
         strategy.train(step)
         seconds += perf_counter() - start
-        seen = len(stream.train_stream) if method == JOINT else t
+        seen = len(tasks) if method == JOINT else t
         strategy.eval(stream.test_stream[:seen])
         strategy.eval(stream.valid_stream[:seen])
 

@@ -96,10 +96,79 @@ def test_list_of_experiences_is_the_same_as_one_by_one():
     assert_same_weights(weights(one_by_one.model), weights(model))
 
 
-def test_without_projection_the_first_stage_is_free():
+# ------------------------------------------------------------------------------------- merging without projection
+
+
+def ablation(rule, make_model=mlp, benchmark=None):
+    """A stream without projection: the merges that the rule saw, the ends of its stages, the merged weights."""
+    merges, stages = [], Stages()
+
+    def watched(merge):
+        merges.append(merge)
+        return rule(merge)
+
+    plugin = BecameMergePlugin(rule=watched)
+    strategy = stream_of([plugin, stages.plugin()], make_model, benchmark, train_epochs=2)
+    assert [record.drift for record in plugin.merges] == [0] * len(merges)
+    return merges, stages, strategy
+
+
+def test_without_projection_one_free_stage_is_merged_with_the_weights_before():
+    merges, stages, _ = ablation(lambda merge: 0.25)
+    assert [stage for _, stage, _ in stages.starts] == [1, 1, 1]
+    for t, merge in enumerate(merges, start=1):
+        assert not merge.projected
+        before, hat, merged = stages.merged[t - 1], stages.ends[t], stages.merged[t]
+        new = {name for name in hat if name.startswith(f"classifier.classifiers.{t}.")}
+        assert len(new) == 3  # weights, biases, active units
+        for name, weight in merged.items():
+            if name in new:
+                assert torch.equal(weight, hat[name])
+            elif weight.is_floating_point():
+                assert torch.equal(weight, torch.lerp(before[name], hat[name], 0.25)), name
+        assert not any(merge.delta[name].any() for name in new & merge.delta.keys())  # it does not count in λ
+
+
+def test_without_projection_one_over_t_is_the_mean_of_all_models():
+    _, stages, strategy = ablation(RULES["one-over-t"])
+    for name in ("features.0.weight", "features.2.weight"):
+        mean = torch.stack([hat[name] for hat in stages.ends]).mean(0)
+        torch.testing.assert_close(strategy.model.state_dict()[name], mean)
+
+
+def test_without_projection_and_merge_nothing_changes():
+    plain = stream_of([])
+    assert_same_weights(weights(plain.model), weights(stream_of([BecameMergePlugin(rule="none")]).model))
+
+
+def test_without_projection_new_units_of_a_growing_head_are_those_of_the_task():
+    def growing():
+        return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), IncrementalClassifier(10))
+
+    torch.manual_seed(0)
+    stages = Stages()
+    strategy = naive(growing(), [BecameMergePlugin(rule=lambda merge: 0.5), stages.plugin()])
+    for classes in (2, 4):
+        strategy.train(blobs(n_tasks=1, classes=classes, task_labels=False, seed=classes).train_stream)
+    before, hat = (ends["2.classifier.weight"] for ends in (stages.merged[0], stages.ends[1]))
+    merged = strategy.model.state_dict()["2.classifier.weight"]
+    assert torch.equal(merged[2:], hat[2:])
+    torch.testing.assert_close(merged[:2], (before[:2] + hat[:2]) / 2)
+
+
+def test_without_projection_a_diverged_training_leaves_the_weights_before():
     merge = BecameMergePlugin()
-    stream_of([merge])
-    assert [0 < record.coefficient < 1 for record in merge.merges] == [True, True]
+    model = mlp()
+    strategy = naive(model, [merge])
+    first, second = blobs(n_tasks=2).train_stream
+    strategy.train(first)
+    before = weights(model)
+    strategy.optimizer.param_groups[0]["lr"] = 1e30
+    with pytest.raises(ValueError, match="not finite"):
+        strategy.train(second)
+    assert_same_weights(before, {name: weights(model)[name] for name in before})
+    assert all(weight.isfinite().all() for weight in weights(model).values())
+    assert merge.merges == []
 
 
 def test_several_projection_plugins_are_all_suspended():
@@ -165,9 +234,16 @@ def test_merge_follows_the_algorithm(projected):
     plugins.append(Spy(after_training_exp=lambda s: precisions.append(copy.deepcopy(merge.precision))))
     stream_of(plugins, train_mb_size=1000, train_epochs=5, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
 
-    assert [(exp, stage) for exp, stage, _ in stages.starts] == [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2)]
+    seen = [(exp, stage) for exp, stage, _ in stages.starts]
+    if projected:
+        assert seen == [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2)]
+        anchors = {1: stages.starts[1][2], 2: stages.starts[3][2]}
+        gps, hats = {1: stages.ends[1], 2: stages.ends[3]}, {1: stages.ends[2], 2: stages.ends[4]}
+    else:
+        assert seen == [(0, 1), (1, 1), (2, 1)]
+        hats = {1: stages.ends[1], 2: stages.ends[2]}
+        anchors = gps = {t: hats[t] | stages.merged[t - 1] for t in hats}  # the new head is that of θ̂
     precision = {}
-    gps, hats = {1: stages.ends[1], 2: stages.ends[3]}, {1: stages.ends[2], 2: stages.ends[4]}
     for t, experience in enumerate(blobs().train_stream):
         data = batch_of(experience)
         theta = stages.merged[t]
@@ -175,7 +251,7 @@ def test_merge_follows_the_algorithm(projected):
             gp, hat = gps[t], hats[t]
             fisher = fisher_oracle(mlp, hat, experience, data)
             delta = {name: hat[name].double() - gp[name].double() for name in fisher}
-            drift = {name: gp[name].double() - stages.starts[2 * t - 1][2][name].double() for name in fisher}
+            drift = {name: gp[name].double() - anchors[t][name].double() for name in fisher}
             plasticity = sum((fisher[n] * delta[n] ** 2).sum() for n in fisher)
             zero = torch.zeros(())
             stability = sum((precision.get(n, zero) * delta[n] ** 2).sum() for n in fisher)
@@ -359,7 +435,7 @@ def test_divergence_is_an_error_that_keeps_the_sound_weights():
 
     merge = BecameMergePlugin()
     with pytest.raises(ValueError, match=r"task 2 is not finite, first in features\.0\.weight.*learning rate"):
-        stream_of([merge, Spy(on_stage_start=diverge)], make_model=lambda: made.append(mlp()) or made[-1])
+        stream_of([GPMPlugin(), merge, Spy(on_stage_start=diverge)], make_model=lambda: made.append(mlp()) or made[-1])
     assert_same_weights(starts[-1], weights(made[-1]))
     assert merge.t == 1
     assert not merge.merges

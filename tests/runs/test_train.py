@@ -124,6 +124,7 @@ def test_the_whole_family_by_name():
     assert is_staged("connector")
     assert rivals_of("connector+became") == ("connector", "nscl-2x")
     assert rivals_of("owm") == ()
+    assert rivals_of("finetune+became") == ("finetune",)
 
 
 @pytest.mark.parametrize("method", ["sgp+became", "trgp-2x", "gpcns", "nscl+became", "owm", "connector+became"])

@@ -1,0 +1,46 @@
+"""The network of the gradient projection papers for CIFAR-100."""
+
+from __future__ import annotations
+
+from avalanche.models import MultiHeadClassifier, MultiTaskModule
+from torch import Tensor, nn
+
+
+class AlexNet(MultiTaskModule):
+    """Three convolutions and two fully connected layers without biases for images of 32 x 32, and one head per task.
+
+    In the published codes batch normalisation has no running statistics: at evaluation, too, a batch is normalised by
+    its own, so predictions depend on what else is in the batch. Their heads have no biases; those of Avalanche have.
+    """
+
+    def __init__(self, running_statistics: bool = False) -> None:
+        """Init.
+
+        :param running_statistics: keep them and use them at evaluation, as PyTorch does by default. Samples are then
+            independent of each other at evaluation, as estimators of the Fisher information per sample need it.
+        """
+        super().__init__()
+
+        def convolution(inputs: int, outputs: int, kernel: int, dropout: float) -> list[nn.Module]:
+            norm = nn.BatchNorm2d(outputs, track_running_stats=running_statistics)
+            weights = nn.Conv2d(inputs, outputs, kernel, bias=False)
+            return [weights, norm, nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2)]
+
+        def fully_connected(inputs: int, outputs: int) -> list[nn.Module]:
+            norm = nn.BatchNorm1d(outputs, track_running_stats=running_statistics)
+            return [nn.Linear(inputs, outputs, bias=False), norm, nn.ReLU(), nn.Dropout(0.5)]
+
+        self.features = nn.Sequential(
+            *convolution(3, 64, kernel=4, dropout=0.2),
+            *convolution(64, 128, kernel=3, dropout=0.2),
+            *convolution(128, 256, kernel=2, dropout=0.5),
+            nn.Flatten(),
+            *fully_connected(1024, 2048),
+            *fully_connected(2048, 2048),
+        )
+        self.classifier = MultiHeadClassifier(2048)
+
+    def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
+        """Logits of the head of each sample's task."""
+        logits: Tensor = self.classifier(self.features(x), task_labels)
+        return logits
