@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from became_avalanche.merging.fisher import Fisher
     from became_avalanche.merging.rules import Merge
     from became_avalanche.metrics.accuracy import AccuracyMatrix
+    from became_avalanche.metrics.path import PathScan, scan_path
     from became_avalanche.models.alexnet import AlexNet
     from became_avalanche.models.mlp import MultiHeadMLP
     from became_avalanche.models.resnet import ReducedResNet18
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from became_avalanche.plugins.sgp import SGPPlugin
     from became_avalanche.plugins.stages import StagedPlugin
     from became_avalanche.plugins.trgp import TRGPPlugin
+    from became_avalanche.runs.figures import path_figure
     from became_avalanche.runs.train import RunResult, train
 
 _HOMES = {
@@ -48,6 +50,7 @@ _HOMES = {
     "MultiHeadMLP": "models.mlp",
     "NSCLPlugin": "plugins.nscl",
     "OWMPlugin": "plugins.owm",
+    "PathScan": "metrics.path",
     "PlateauPlugin": "plugins.plateau",
     "ReducedResNet18": "models.resnet",
     "RunResult": "runs.train",
@@ -56,7 +59,9 @@ _HOMES = {
     "TRGPPlugin": "plugins.trgp",
     "WandBLogger": "logging.wandb",
     "nscl_groups": "plugins.nscl",
+    "path_figure": "runs.figures",
     "permuted_digits": "benchmarks.digits",
+    "scan_path": "metrics.path",
     "split_cifar100": "benchmarks.cifar",
     "split_digits": "benchmarks.digits",
     "train": "runs.train",
@@ -78,6 +83,7 @@ __all__ = [
     "MultiHeadMLP",
     "NSCLPlugin",
     "OWMPlugin",
+    "PathScan",
     "PlateauPlugin",
     "ReducedResNet18",
     "RunResult",
@@ -86,7 +92,9 @@ __all__ = [
     "TRGPPlugin",
     "WandBLogger",
     "nscl_groups",
+    "path_figure",
     "permuted_digits",
+    "scan_path",
     "split_cifar100",
     "split_digits",
     "train",

@@ -17,13 +17,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import Semaphore
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 from avalanche.training.plugins import SupervisedPlugin
 
-from became_avalanche import AlexNet, BecameMergePlugin, GPMPlugin, split_cifar100, train
+from became_avalanche import AlexNet, BecameMergePlugin, split_cifar100, train
 from became_avalanche.merging.fisher import Batch
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
@@ -128,7 +127,7 @@ class Branching(BecameMergePlugin):
             run(2)
         self.branch(free=True)
         if self.name is None:
-            raise AllForked
+            raise NothingLeftError
         if self.trial.average:
             restore(strategy, self.epoch_ends.mean())
         self.middle = None
@@ -184,7 +183,7 @@ class Branching(BecameMergePlugin):
         return fisher
 
 
-class AllForked(Exception):
+class NothingLeftError(Exception):
     """The parent has nothing left to do itself."""
 
 
@@ -216,7 +215,7 @@ def run_seed(preset: BenchmarkPreset, names: list[str], seed: int, forks: Forks,
     plugin = Branching(names, forks)
     try:
         result = train(preset, "gpm", seed, plugins=[plugin, plugin.epoch_ends])
-    except AllForked:
+    except NothingLeftError:
         forks.wait()
         return
     content = asdict(result) | {"method": plugin.name, "merges": [asdict(record) for record in plugin.merges]}

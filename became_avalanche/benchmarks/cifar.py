@@ -23,8 +23,8 @@ VALIDATION = 0.05
 def split_cifar100(n_tasks: int = 10, seed: int = 0, *, dataset_root: str | PathLike[str]) -> GenericCLScenario:
     """CIFAR-100 in tasks of equally many classes in their natural order.
 
-    Streams are ``train``, ``valid`` and ``test``. Labels start from zero in each task. Images are normalised and not augmented; a random twentieth of each task's
-    training images is kept for validation.
+    Streams are ``train``, ``valid`` and ``test``. Labels start from zero in each task. Images are normalised and not
+    augmented; a random twentieth of each task's training images is kept for validation.
 
     :param n_tasks: number of tasks: 10 or 20 in the papers, or another divisor of 100.
     :param seed: which images are kept for validation.

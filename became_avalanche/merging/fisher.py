@@ -146,6 +146,28 @@ class _Counted:
             yield batch
 
 
+def curvature_along(
+    logits_at: Callable[[dict[str, Tensor]], Tensor], theta: Mapping[str, Tensor], delta: Mapping[str, Tensor]
+) -> Tensor:
+    """``Δᵀ F Δ`` of each sample with the whole Fisher information, of which the estimators are the diagonal.
+
+        jᵀ (diag(p) − p pᵀ) j,    j = ∂ logits / ∂θ · Δ,
+
+    the variance of j under the labels as the model weighs them. One pass in forward mode. It is for diagnosis: λ is a
+    ratio of two diagonal terms, and only equally wrong terms make a right ratio.
+
+    :param logits_at: logits of a batch as a function of the parameters by name.
+    :param theta: the parameters.
+    :param delta: Δ, for the same names.
+    """
+    tangent = {name: delta[name].to(parameter) for name, parameter in theta.items()}
+    logits, j = torch.func.jvp(logits_at, (dict(theta),), (tangent,))[:2]
+    p = logits.softmax(-1)
+    mean = (p * j).sum(-1, keepdim=True)
+    variance: Tensor = (p * (j - mean).square()).sum(-1)
+    return variance
+
+
 def accumulate(precision: Mapping[str, Tensor], fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``Λ_t = Λ_{t-1} + F_t`` (Eq. 18). A parameter is keyed by name: new ones start at zero, grown ones are padded."""
     return {name: fit(precision.get(name), diagonal) + diagonal for name, diagonal in fisher.items()} | {

@@ -69,7 +69,12 @@ class BecameMergePlugin(StagedPlugin):
     _STATE = ("t", "precision", "previous_fisher", "merges")
 
     def __init__(
-        self, *, rule: str | Rule = "became", fisher: str | Fisher = "batched", epochs: int | None = None
+        self,
+        *,
+        rule: str | Rule = "became",
+        fisher: str | Fisher = "batched",
+        epochs: int | None = None,
+        keep_path: bool = False,
     ) -> None:
         """Init.
 
@@ -80,6 +85,8 @@ class BecameMergePlugin(StagedPlugin):
         :param fisher: how the Fisher information is estimated, by name or as an object with more to say: "batched",
             "empirical", "sampled" or "exact"; see ``Fisher``.
         :param epochs: epochs of stage 2, if not as many as the strategy's ``train_epochs``.
+        :param keep_path: keep all that the last merge was made of in ``path``, for ``scan_path``; four times the size
+            of the model.
         """
         super().__init__()
         if epochs is not None and epochs < 1:
@@ -89,6 +96,9 @@ class BecameMergePlugin(StagedPlugin):
         self.rule = RULES[rule] if isinstance(rule, str) else rule
         self.fisher = Fisher(fisher) if isinstance(fisher, str) else fisher
         self.epochs = epochs
+        self.keep_path = keep_path
+        self.path: Merge | None = None
+        """The last merge, if it is kept."""
         self.precision: dict[str, Tensor] = {}
         """Diagonal of Λ_t, by parameter name."""
         self.previous_fisher: dict[str, Tensor] = {}
@@ -148,6 +158,7 @@ class BecameMergePlugin(StagedPlugin):
             restore(strategy, sound)
             raise
         self._remember(fisher)
+        self.path = merge if self.keep_path else None
         finish_merge(strategy)
         record = _record(merge, mean, perf_counter() - start)
         self.merges.append(record)

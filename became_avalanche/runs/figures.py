@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from statistics import mean
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from became_avalanche.metrics.path import PathScan
 from became_avalanche.runs.compare import Comparison
 from became_avalanche.runs.methods import JOINT
 from became_avalanche.runs.train import RunResult
@@ -103,3 +105,33 @@ def _coefficients(axes: Axes, comparison: Comparison, methods: Sequence[str]) ->
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def path_figure(scans: Sequence[PathScan], marks: Sequence[Mapping[str, float]] = ()) -> Figure:
+    """The mean loss of the tasks along the path of each merge, its least value, and where the merge went.
+
+    :param scans: what ``scan_path`` returned.
+    :param marks: for each scan, other coefficients by name to be marked on it.
+    """
+    figure = Figure(figsize=(3.2 * len(scans), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(scans), squeeze=False)[0]
+    for axes, scan, mark in zip(panels, scans, marks or [{}] * len(scans), strict=True):
+        tasks = len(scan.loss)
+        means = [loss / tasks for loss in scan.cumulative_loss]
+        for i, loss in enumerate(scan.loss):
+            current = i == tasks - 1
+            style = "--" if current else "-"
+            axes.plot(scan.coefficients, loss, color="0.65", linewidth=0.8, linestyle=style)
+        axes.plot(scan.coefficients, means, color="black", linewidth=1.8)
+        axes.plot(scan.best, min(means), color="black", marker="o", markersize=5)
+        axes.axvline(scan.chosen, color="black", linewidth=0.8, linestyle=":")
+        for marker, (name, value) in zip(MARKERS[1:], mark.items(), strict=False):
+            height = np.interp(value, scan.coefficients, means)
+            axes.plot(value, height, marker, color="black", markerfacecolor="white", markersize=6, label=name)
+        axes.set_title(f"task {scan.t}", fontsize=10)
+        axes.set_xlabel("λ")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss")
+    if any(marks):
+        panels[0].legend(frameon=False, fontsize=8)
+    return figure

@@ -3,10 +3,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from became_avalanche.merging import persample
-from became_avalanche.merging.fisher import Batch, Fisher, accumulate, batched_fisher, fit
+from became_avalanche.merging.fisher import Batch, Fisher, accumulate, batched_fisher, curvature_along, fit
 
 
 def oracle(model, batches):
@@ -260,3 +261,43 @@ def test_unknown_estimators_are_refused():
         Fisher(n_samples=0)
     with pytest.raises(ValueError, match="no samples"):
         Fisher("exact")([], nn.Linear(1, 1), {})
+
+
+# ---------------------------------------------------------------------------------------------------- the whole matrix
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_curvature_along_a_direction_equals_the_dense_fisher_information(name):
+    model, x, _ = model_and_data(name)
+    theta = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    delta = {key: torch.randn_like(parameter) for key, parameter in theta.items()}
+    curvature = curvature_along(lambda weights: functional_call(model, weights, (x,)), theta, delta)
+    for i in range(len(x)):
+        logits = model(x[i : i + 1])[0]
+        p = logits.detach().softmax(-1)
+        expected = 0.0
+        for c in range(len(p)):
+            gradients = torch.autograd.grad(
+                logits.log_softmax(-1)[c], list(model.parameters()), retain_graph=True, allow_unused=True
+            )
+            along = sum(float((g * d).sum()) for g, d in zip(gradients, delta.values(), strict=True) if g is not None)
+            expected += p[c].item() * along**2
+        assert float(curvature[i]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_curvature_is_of_the_whole_batch_where_samples_are_coupled():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 4)).double()
+    x = torch.randn(6, 3).double()
+    theta = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    delta = {key: torch.randn_like(parameter) for key, parameter in theta.items()}
+
+    def logits_at(weights):
+        return functional_call(model, weights, (x,))
+
+    step = 1e-6
+    ahead, behind = ({key: theta[key] + sign * step * delta[key] for key in theta} for sign in (1, -1))
+    j = (logits_at(ahead) - logits_at(behind)) / (2 * step)
+    p = logits_at(theta).detach().softmax(-1)
+    expected = [float(j[i] @ (p[i].diag() - p[i].outer(p[i])) @ j[i]) for i in range(6)]
+    assert curvature_along(logits_at, theta, delta).tolist() == pytest.approx(expected, rel=1e-5)
