@@ -30,7 +30,7 @@ from became_avalanche.runs.presets import BENCHMARKS, BenchmarkPreset, Recipe
 
 RESULTS = Path(__file__).parent / "results" / "became-plus"
 
-CIFAR = Recipe(learning_rate=0.05, batch_size=64, epochs=20, patience=3, factor=3, lr_min=0.005)
+CIFAR = Recipe(learning_rate=0.05, batch_size=64, epochs=20, patience=2, factor=3, lr_min=0.005)
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,7 @@ class EpochEnds(SupervisedPlugin):
         self.count += 1
 
     def mean(self) -> dict[str, torch.Tensor]:
+        """Nothing, if there was one epoch only."""
         return {name: total / self.count for name, total in self.total.items() if total.is_floating_point()}
 
 
@@ -242,18 +243,23 @@ def main() -> None:
             name="split-cifar100",
             stream=lambda seed: split_cifar100(10, seed, dataset_root=arguments.data),
             n_tasks=3,
-            model=AlexNet,
+            model=lambda: AlexNet().to(memory_format=torch.channels_last),  # faster on a CPU
             recipe=CIFAR,
         )
     else:
         preset = BENCHMARKS[arguments.benchmark]
     folder = arguments.folder or RESULTS / preset.name
-    folder.mkdir(parents=True, exist_ok=True)
+    for each in (folder, RESULTS):
+        each.mkdir(parents=True, exist_ok=True)
     forks = Forks(arguments.jobs)
-    for seed in range(arguments.seeds):
-        missing = [name for name in arguments.trials if not (folder / f"{name}-{seed}.json").exists()]
+    names, seeds = arguments.trials, range(arguments.seeds)
+    for seed in seeds:
+        missing = [name for name in names if not (folder / f"{name}-{seed}.json").exists()]
         if missing:
             run_seed(preset, missing, seed, forks, folder)
+    runs = [json.loads((folder / f"{name}-{seed}.json").read_text()) for name in names for seed in seeds]
+    content = {"recipe": asdict(preset.recipe), "tasks": preset.n_tasks, "runs": runs}
+    (RESULTS / f"{preset.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

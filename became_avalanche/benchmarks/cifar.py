@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -13,11 +15,17 @@ from avalanche.benchmarks.scenarios.deprecated.generic_benchmark_creation import
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
+from became_avalanche.benchmarks.files import load_pickle
+
 MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
 STD = (63.0 / 255, 62.1 / 255, 66.7 / 255)
 """Those of CIFAR-10, as the published codes have them."""
 
 VALIDATION = 0.05
+
+FOLDER = "cifar-100-python"
+
+Images = tuple[Tensor, Tensor]
 
 
 def split_cifar100(n_tasks: int = 10, seed: int = 0, *, dataset_root: str | PathLike[str]) -> GenericCLScenario:
@@ -32,28 +40,55 @@ def split_cifar100(n_tasks: int = 10, seed: int = 0, *, dataset_root: str | Path
     """
     if n_tasks < 1 or 100 % n_tasks:
         raise ValueError(f"n_tasks must divide the 100 classes of CIFAR-100; got {n_tasks}")
-    classes = 100 // n_tasks
-    train, test = (_tasks(CIFAR100(str(dataset_root), train=part, download=True), classes) for part in (True, False))
+    root = Path(dataset_root)
+    train, test = (_tasks(*_cifar100(root, part), classes=100 // n_tasks) for part in ("train", "test"))
     generator = torch.Generator().manual_seed(seed)
-    shuffles = [torch.randperm(len(y), generator=generator) for _, y in train]
-    cuts = [int(VALIDATION * len(shuffle)) for shuffle in shuffles]
+    train_tasks: list[Images] = []
+    valid_tasks: list[Images] = []
+    for x, y in train:
+        shuffle = torch.randperm(len(y), generator=generator)
+        cut = int(VALIDATION * len(y))
+        for tasks, part in ((valid_tasks, shuffle[:cut]), (train_tasks, shuffle[cut:])):
+            tasks.append((_normalised(x[part]), y[part]))
     return create_generic_benchmark_from_tensor_lists(
-        [(x[s[cut:]], y[s[cut:]]) for (x, y), s, cut in zip(train, shuffles, cuts, strict=True)],
-        test,
-        other_streams_tensors={
-            "valid": [(x[s[:cut]], y[s[:cut]]) for (x, y), s, cut in zip(train, shuffles, cuts, strict=True)]
-        },
+        train_tasks,
+        [(_normalised(x), y) for x, y in test],
+        other_streams_tensors={"valid": valid_tasks},
         task_labels=list(range(n_tasks)),
     )
 
 
-def _tasks(data: CIFAR100, classes: int) -> list[tuple[Tensor, Tensor]]:
-    """Normalised images and labels of each task."""
-    labels = np.array(data.targets)
-    tasks = []
-    for first in range(0, 100, classes):
-        chosen = (first <= labels) & (labels < first + classes)
-        images = torch.from_numpy(data.data[chosen]).permute(0, 3, 1, 2).float() / 255
-        mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
-        tasks.append(((images - mean) / std, torch.from_numpy(labels[chosen] - first)))
-    return tasks
+def _cifar100(root: Path, part: str) -> Images:
+    """Images as bytes (n, 3, 32, 32), and labels."""
+    path = root / FOLDER / part
+    if not path.exists():
+        try:
+            CIFAR100(str(root), download=True)
+        except (URLError, OSError, RuntimeError) as error:
+            raise FileNotFoundError(
+                f"{path} is missing and could not be downloaded ({error}); get cifar-100-python.tar.gz from "
+                f"{CIFAR100.url} and unpack it in {root}"
+            ) from error
+    content = load_pickle(path)
+    expected = 50000 if part == "train" else 10000
+    try:
+        images, labels = np.asarray(content["data"]), np.asarray(content["fine_labels"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is not a part of CIFAR-100: it has no data and fine_labels") from error
+    if images.shape != (expected, 3072) or images.dtype != np.uint8 or labels.shape != (expected,):
+        raise ValueError(
+            f"{path} is not a part of CIFAR-100: it has images of shape {images.shape} and type {images.dtype} and "
+            f"{labels.size} labels, and {expected} rows of 3072 bytes are expected; delete it and get it anew"
+        )
+    return torch.from_numpy(images.copy()).reshape(-1, 3, 32, 32), torch.from_numpy(labels)
+
+
+def _tasks(images: Tensor, labels: Tensor, classes: int) -> list[Images]:
+    """Images and labels of each task."""
+    chosen = [(first <= labels) & (labels < first + classes) for first in range(0, 100, classes)]
+    return [(images[task], labels[task] % classes) for task in chosen]
+
+
+def _normalised(images: Tensor) -> Tensor:
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    return images.float().div_(255).sub_(mean).div_(std)

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
+from torch.nn import functional as F
 
 from became_avalanche.subspace.layers import Layer, input_columns
 
-BUDGET = 2**25
-"""Elements of per-sample gradients held at a time (128 MiB in float32)."""
+BUDGET = 2**21
+"""Elements of per-sample gradients, and of the columns they are made of, held at a time: 8 MiB in float32. More is
+slower on a CPU."""
 
 
 @dataclass
@@ -99,11 +101,22 @@ def _sum_of_squares(parameter: Tensor, uses: list[tuple[str, Call, Tensor]]) -> 
         if type(call.module) is nn.Linear and call.x.dim() == 2:
             return _linear(own, call.x, gradient)
     total = torch.zeros_like(parameter)
-    size = max(1, BUDGET // parameter.numel())
+    size = max(1, BUDGET // sum(_held_per_sample(*use) for use in uses))
     for start in range(0, samples, size):
-        parts = [_per_sample(own, call, gradient, slice(start, start + size)) for own, call, gradient in uses]
-        total += torch.stack(parts).sum(0).square().sum(0)
+        first, *more = (_per_sample(own, call, gradient, slice(start, start + size)) for own, call, gradient in uses)
+        for other in more:
+            first = first + other
+        total += first.square().sum(0)
     return total
+
+
+def _held_per_sample(own: str, call: Call, gradient: Tensor) -> int:
+    """Elements of a sample's gradient, and of the columns of its layer, or what else it is made of."""
+    parameter = getattr(call.module, own)
+    made_of = gradient[0].numel()
+    if own == "weight" and isinstance(call.module, Layer):
+        made_of = made_of // len(parameter) * parameter[0].numel() * getattr(call.module, "groups", 1)
+    return int(parameter.numel() + made_of)
 
 
 def _linear(own: str, x: Tensor, gradient: Tensor) -> Tensor:
@@ -116,6 +129,8 @@ def _per_sample(own: str, call: Call, gradient: Tensor, part: slice) -> Tensor:
     module, x, gradient = call.module, call.x[part], gradient[part]
     if isinstance(module, Layer) and type(module) in Layer.__args__:
         return _of_layer(module, own, x, gradient)
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return _of_batch_norm(module, own, x, gradient)
     return _of_any(module, own, x, gradient)
 
 
@@ -128,6 +143,13 @@ def _of_layer(layer: Layer, own: str, x: Tensor, gradient: Tensor) -> Tensor:
     columns = torch.cat(list(input_columns(layer, x)), dim=-1)
     columns = columns.reshape(groups, -1, samples, outputs.shape[-1]).permute(2, 0, 3, 1)  # last two: position, d
     return (outputs @ columns).reshape(samples, *layer.weight.shape)
+
+
+def _of_batch_norm(norm: nn.modules.batchnorm._BatchNorm, own: str, x: Tensor, gradient: Tensor) -> Tensor:
+    """With running statistics, scale and shift of each channel."""
+    if own == "weight":
+        gradient = gradient * F.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps)
+    return gradient.flatten(2).sum(-1) if gradient.dim() > 2 else gradient
 
 
 def _of_any(module: nn.Module, own: str, x: Tensor, gradient: Tensor) -> Tensor:

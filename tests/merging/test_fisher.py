@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from became_avalanche.merging import persample
 from became_avalanche.merging.fisher import Batch, Fisher, accumulate, batched_fisher, curvature_along, fit
@@ -264,6 +265,49 @@ def test_unknown_estimators_are_refused():
 
 
 # ---------------------------------------------------------------------------------------------------- the whole matrix
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Conv2d(3, 8, 3), (3, 12, 12)),  # columns are larger than the gradient
+        (lambda: nn.Conv2d(16, 32, 3, groups=2), (16, 4, 4)),  # the gradient is larger
+        (lambda: nn.BatchNorm2d(3), (3, 12, 12)),
+    ],
+)
+def test_per_sample_gradients_stay_within_the_budget(layer, shape, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), nn.Flatten(), nn.LazyLinear(3)).eval()
+    samples = 64
+    x = torch.randn(samples, *shape)
+    model(x)
+    parameters = {"weight": model[0].weight}
+    with persample.recorded_calls(model, parameters) as calls:
+        loss = -model(x).log_softmax(-1)[:, 0].sum()
+        gradients = torch.autograd.grad(loss, [call.output for call in calls])
+    use = [("weight", calls[0], gradients[0])]
+    budget = 10000
+    monkeypatch.setattr(persample, "BUDGET", budget)
+    with Largest() as largest:
+        squares = persample._sum_of_squares(model[0].weight, use)
+    assert largest.elements <= budget
+    monkeypatch.setattr(persample, "BUDGET", 10**9)
+    with Largest() as unlimited:
+        whole = persample._sum_of_squares(model[0].weight, use)
+    assert unlimited.elements > budget
+    torch.testing.assert_close(squares, whole)
 
 
 @pytest.mark.parametrize("name", MODELS)

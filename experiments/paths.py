@@ -1,0 +1,114 @@
+"""Where on the path does each estimator of the Fisher information merge, and where is the loss least?
+
+    python experiments/paths.py --data FOLDER
+
+AlexNet on the first five tasks of 20-Split CIFAR-100 with GPM and BECAME, each stage to a plateau of at most 20 epochs:
+four merges. FOLDER holds torchvision's `cifar-100-python`. Makes paths.json and paths.png in experiments/results/paths.
+
+The network normalises with the statistics of the batch, and gradients of single samples do not exist there. `batched`
+is the estimator that made the merges; the other three look at the same weights with the mean statistics of the task's
+training data in place of the batch's, each with a precision of its own.
+"""
+
+import argparse
+import json
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from avalanche.training.plugins import SupervisedPlugin
+from became_plus import CIFAR
+from torch.nn import functional as F
+
+from became_avalanche import AlexNet, BecameMergePlugin, Fisher, path_figure, scan_path, split_cifar100, train
+from became_avalanche.merging.fisher import Batch, accumulate, fit
+from became_avalanche.merging.rules import became
+from became_avalanche.runs.presets import BenchmarkPreset
+
+RESULTS = Path(__file__).parent / "results" / "paths"
+ESTIMATORS = ("empirical", "sampled", "exact")
+
+
+class Paths(SupervisedPlugin):
+    """Scans the path of each merge, and computes λ as it would be with each estimator."""
+
+    def __init__(self, merge: BecameMergePlugin, n_samples: int) -> None:
+        super().__init__()
+        self.merge, self.n_samples = merge, n_samples
+        self.precision = {name: {} for name in ESTIMATORS}
+        self.scans, self.marks = [], []
+
+    def after_training_exp(self, strategy, **kwargs):
+        experience, path = strategy.experience, self.merge.path
+        if path is not None:
+            marks = {"batched": self.merge.merges[-1].coefficient}
+            for name, fisher in self.fishers(strategy, path.candidate).items():
+                precision = {key: fit(self.precision[name].get(key), value) for key, value in fisher.items()}
+                marks[name] = became(replace(path, fisher=fisher, precision=precision))
+            seen = experience.logging().origin_stream[: path.t]
+            self.scans.append(scan_path(strategy, self.merge, seen, n_samples=self.n_samples))
+            self.marks.append(marks)
+            print(path.t, marks, "least loss at", self.scans[-1].best, flush=True)
+        for name, fisher in self.fishers(strategy, strategy.model.state_dict()).items():
+            self.precision[name] = accumulate(self.precision[name], fisher)
+
+    def fishers(self, strategy, weights):
+        """F at ``weights`` by each estimator, on samples of the current task."""
+        model = AlexNet(running_statistics=True)
+        model.classifier = deepcopy(strategy.model.classifier)
+        model.load_state_dict({name: weights[name] for name in strategy.model.state_dict()}, strict=False)
+        dataset = strategy.experience.dataset.eval()
+        generator = torch.Generator().manual_seed(0)
+        chosen = torch.randperm(len(dataset), generator=generator)[: self.n_samples].tolist()
+        x, y, task = (
+            torch.stack([torch.as_tensor(value) for value in part])
+            for part in zip(*map(dataset.__getitem__, chosen), strict=True)
+        )
+        batches = list(zip(x.split(64), y.split(64), task.split(64), strict=True))
+        model.eval()
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):
+                layer.momentum = None  # a plain mean over the batches
+                layer.train()
+        with torch.no_grad():
+            for part, _, tasks in batches:
+                model(part, tasks)
+        model.eval()
+        parameters = dict(model.named_parameters())
+
+        def passes():
+            for part, labels, tasks in batches:
+                logits = model(part, tasks)
+                yield Batch(F.cross_entropy(logits, labels), logits, labels)
+
+        return {name: Fisher(name)(passes(), model, parameters) for name in ESTIMATORS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True, help="folder with cifar-100-python")
+    parser.add_argument("--tasks", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=CIFAR.epochs)
+    parser.add_argument("--samples", type=int, default=500, help="per task, for the scan and the estimators")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    preset = BenchmarkPreset(
+        name="split-cifar100",
+        stream=lambda seed: split_cifar100(20, seed, dataset_root=arguments.data),
+        n_tasks=arguments.tasks,
+        model=lambda: AlexNet().to(memory_format=torch.channels_last),  # faster on a CPU
+        recipe=replace(CIFAR, epochs=arguments.epochs),
+    )
+    merge = BecameMergePlugin(keep_path=True)
+    paths = Paths(merge, arguments.samples)
+    train(preset, "gpm", 0, plugins=[merge, paths])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    content = [{**asdict(scan), "estimates": marks} for scan, marks in zip(paths.scans, paths.marks, strict=True)]
+    (arguments.out / "paths.json").write_text(json.dumps(content, indent=1) + "\n")
+    path_figure(paths.scans, paths.marks).savefig(arguments.out / "paths.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+import os
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from became_avalanche import split_cifar100
+from became_avalanche.benchmarks import cifar
+from tests.helpers import batch_of
+
+
+def write_cifar(root, sizes=(50000, 10000), **changes):
+    """CIFAR-100's own files, with images that tell their number and label: pixel 0 the label, pixels 1 and 2 where."""
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+    for part, size in zip(("train", "test"), sizes, strict=True):
+        labels = np.arange(size) % 100
+        data = np.zeros((size, 3072), dtype=np.uint8)
+        data[:, 0], data[:, 1], data[:, 2] = labels, np.arange(size) // 256, np.arange(size) % 256
+        content = {"data": data, "fine_labels": labels.tolist(), "coarse_labels": (labels // 5).tolist(), **changes}
+        with (folder / part).open("wb") as file:
+            pickle.dump(content, file, protocol=2)
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return write_cifar(tmp_path_factory.mktemp("data"))
+
+
+def pixels(experience):
+    """What the bytes were."""
+    x, y = batch_of(experience)
+    mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in (cifar.MEAN, cifar.STD))
+    return ((x * std + mean) * 255).round().long().flatten(1), y
+
+
+@pytest.mark.parametrize(("n_tasks", "counts"), [(10, (4750, 250, 1000)), (20, (2375, 125, 500))])
+def test_tasks_are_the_classes_in_their_order(root, n_tasks, counts):
+    benchmark = split_cifar100(n_tasks, dataset_root=root)
+    classes = 100 // n_tasks
+    for t in (0, n_tasks - 1):
+        seen = set()
+        for stream, count in zip(("train", "valid", "test"), counts, strict=True):
+            experience = benchmark.streams[stream][t]
+            assert len(experience.dataset) == count
+            assert experience.task_label == t
+            assert sorted(experience.classes_in_this_experience) == list(range(classes))
+            raw, y = pixels(experience)
+            assert torch.equal(raw[:, 0], y + t * classes)
+            if stream != "test":
+                numbers = set((256 * raw[:, 1] + raw[:, 2]).tolist())
+                assert not seen & numbers
+                seen |= numbers
+        assert len(seen) == counts[0] + counts[1]
+
+
+def test_pixels_are_channels_first_and_normalised(root):
+    x, y = split_cifar100(5, dataset_root=root).test_stream[0].dataset[3][:2]
+    assert x.shape == (3, 32, 32)
+    first = [y, 0, 3]  # the label and the number of the image
+    assert (x[0, 0, :3] * 63.0 + 125.3).tolist() == pytest.approx(first, abs=1e-3)
+    assert x[1, 5, 5].item() == pytest.approx(-123.0 / 62.1)
+    assert x[2, 5, 5].item() == pytest.approx(-113.9 / 66.7)
+
+
+def test_the_seed_chooses_the_validation_images(root):
+    one, same, other = (pixels(split_cifar100(20, seed, dataset_root=root).valid_stream[3])[0] for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_data_that_are_not_there(tmp_path, monkeypatch):
+    def offline(*args, **kwargs):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(cifar, "CIFAR100", type("CIFAR100", (), {"__init__": offline, "url": "https://example.org"}))
+    with pytest.raises(FileNotFoundError, match=r"missing and could not be downloaded \(no network\).*unpack it in"):
+        split_cifar100(dataset_root=tmp_path)
+    with pytest.raises(ValueError, match="n_tasks must divide the 100 classes of CIFAR-100; got 7"):
+        split_cifar100(7, dataset_root=tmp_path)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("echo it ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "ends too early|Ran out of input"),
+        (b"not a pickle", "not a sound data file"),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, protocol=2)[:-20], "not a sound data file"),
+        (pickle.dumps({"data": Hostile()}, protocol=2), r"asks for (posix|nt)\.system"),
+        (pickle.dumps([1, 2]), "no data and fine_labels"),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [0, 1]}, protocol=2), "50000 rows"),
+        (struct.pack("<I", 7) * 100, "not a sound data file"),
+    ],
+    ids=["empty", "text", "truncated", "hostile", "list", "short", "noise"],
+)
+def test_broken_files_are_refused(tmp_path, content, message, capfd):
+    (tmp_path / "cifar-100-python").mkdir()
+    (tmp_path / "cifar-100-python" / "train").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        split_cifar100(dataset_root=tmp_path)
+    assert "it ran" not in capfd.readouterr().out
