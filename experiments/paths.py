@@ -13,7 +13,7 @@ training data in place of the batch's, each with a precision of its own.
 import argparse
 import json
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch

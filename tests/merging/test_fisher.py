@@ -198,6 +198,21 @@ def test_batches_of_one_make_batched_empirical(name):
         torch.testing.assert_close(batched[key], diagonal, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_batched_and_sampled_equal_the_loop(name):
+    model, x, y = model_and_data(name)
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    batched = estimate(model, x, y, "batched")
+    torch.manual_seed(1)
+    sampled = estimate(model, x, y, "sampled")
+    torch.manual_seed(1)
+    drawn = torch.cat([torch.multinomial(model(part).detach().softmax(-1), 1)[:, 0] for part, _ in batches])
+    expected = sample_oracle(model, x, drawn, lambda p, label: [(label, 1.0)])
+    for key, diagonal in oracle(model, batches).items():
+        torch.testing.assert_close(batched[key], diagonal.detach(), rtol=1e-5, atol=1e-14)
+        torch.testing.assert_close(sampled[key], expected[key], rtol=1e-5, atol=1e-14)
+
+
 def test_sampled_tends_to_exact():
     model, x, y = model_and_data("linear")
     exact = estimate(model, x, y, "exact")
