@@ -4,7 +4,8 @@
     python experiments/became_plus.py permuted-digits
     python experiments/became_plus.py split-cifar100 --data FOLDER --seeds 1
 
-FOLDER holds torchvision's `cifar-100-python`. Results go to experiments/results/became-plus/<benchmark>.json.
+FOLDER holds torchvision's `cifar-100-python`. Results go to experiments/results/became-plus/<benchmark>.json, and a
+table of them is printed.
 
 All trials of a seed have their beginning in common, up to the first merge; it is computed once, and the process is
 forked there. Numbers are those of separate runs.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import Semaphore
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from became_avalanche import AlexNet, BecameMergePlugin, split_cifar100, train
 from became_avalanche.merging.fisher import Batch
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
+from became_avalanche.runs.compare import Spread
 from became_avalanche.runs.presets import BENCHMARKS, BenchmarkPreset, Recipe
 
 RESULTS = Path(__file__).parent / "results" / "became-plus"
@@ -260,6 +263,26 @@ def main() -> None:
     runs = [json.loads((folder / f"{name}-{seed}.json").read_text()) for name in names for seed in seeds]
     content = {"recipe": asdict(preset.recipe), "tasks": preset.n_tasks, "runs": runs}
     (RESULTS / f"{preset.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    print(table(runs))
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Validation accuracy of each trial, and what it gains over the paper's merge and over equal training."""
+    by_trial: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        by_trial.setdefault(run["method"], {})[run["seed"]] = run
+
+    def gain(trial: str, over: str) -> str:
+        ours, theirs = by_trial[trial], by_trial[over]
+        return Spread.of([ours[seed]["valid_acc"] - theirs[seed]["valid_acc"] for seed in ours]).percent("+")
+
+    lines = [f"{'':32} {'valid %':>14} {'over became':>14} {'over gpm-2x':>14} {'test %':>14} {'epochs':>6}"]
+    for trial, of_seed in by_trial.items():
+        valid, test = (Spread.of([run[key] for run in of_seed.values()]).percent() for key in ("valid_acc", "acc"))
+        epochs = mean(sum(map(sum, run["epochs"])) for run in of_seed.values())
+        gains = [gain(trial, other) if other != trial else "–" for other in ("became", "gpm-2x")]
+        lines.append(f"{trial:32} {valid:>14} {gains[0]:>14} {gains[1]:>14} {test:>14} {epochs:6.0f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -132,8 +132,9 @@ def stream_of(plugins, make_model=mlp, benchmark=None, optimizer=None, seed=0, *
 
 def batch_of(experience):
     """All data of an experience, through the plain dataset."""
-    data = [experience.dataset.eval()[i] for i in range(len(experience.dataset))]
-    return torch.stack([x for x, *_ in data]), torch.tensor([y for _, y, *_ in data])
+    dataset = experience.dataset.eval()
+    x, y, *_ = dataset.collate_fn([dataset[i] for i in range(len(dataset))])
+    return x, y
 
 
 def logits_of(strategy, experience):

@@ -9,23 +9,17 @@ from urllib.error import URLError
 import numpy as np
 import torch
 from avalanche.benchmarks.scenarios import GenericCLScenario
-from avalanche.benchmarks.scenarios.deprecated.generic_benchmark_creation import (
-    create_generic_benchmark_from_tensor_lists,
-)
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
 from became_avalanche.benchmarks.files import load_pickle
+from became_avalanche.benchmarks.tensors import Images, benchmark_of, normalise, split_off_validation
 
 MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
 STD = (63.0 / 255, 62.1 / 255, 66.7 / 255)
 """Those of CIFAR-10, as the published codes have them."""
 
-VALIDATION = 0.05
-
 FOLDER = "cifar-100-python"
-
-Images = tuple[Tensor, Tensor]
 
 
 def split_cifar100(n_tasks: int = 10, seed: int = 0, *, dataset_root: str | PathLike[str]) -> GenericCLScenario:
@@ -42,20 +36,7 @@ def split_cifar100(n_tasks: int = 10, seed: int = 0, *, dataset_root: str | Path
         raise ValueError(f"n_tasks must divide the 100 classes of CIFAR-100; got {n_tasks}")
     root = Path(dataset_root)
     train, test = (_tasks(*_cifar100(root, part), classes=100 // n_tasks) for part in ("train", "test"))
-    generator = torch.Generator().manual_seed(seed)
-    train_tasks: list[Images] = []
-    valid_tasks: list[Images] = []
-    for x, y in train:
-        shuffle = torch.randperm(len(y), generator=generator)
-        cut = int(VALIDATION * len(y))
-        for tasks, part in ((valid_tasks, shuffle[:cut]), (train_tasks, shuffle[cut:])):
-            tasks.append((_normalised(x[part]), y[part]))
-    return create_generic_benchmark_from_tensor_lists(
-        train_tasks,
-        [(_normalised(x), y) for x, y in test],
-        other_streams_tensors={"valid": valid_tasks},
-        task_labels=list(range(n_tasks)),
-    )
+    return benchmark_of(*split_off_validation(train, seed), test, normalise(MEAN, STD))
 
 
 def _cifar100(root: Path, part: str) -> Images:
@@ -87,8 +68,3 @@ def _tasks(images: Tensor, labels: Tensor, classes: int) -> list[Images]:
     """Images and labels of each task."""
     chosen = [(first <= labels) & (labels < first + classes) for first in range(0, 100, classes)]
     return [(images[task], labels[task] % classes) for task in chosen]
-
-
-def _normalised(images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
-    return images.float().div_(255).sub_(mean).div_(std)
