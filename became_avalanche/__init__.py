@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from became_avalanche.benchmarks.cifar import split_cifar100
+    from became_avalanche.benchmarks.cifar import cifar100_superclass, split_cifar100
     from became_avalanche.benchmarks.digits import permuted_digits, split_digits
     from became_avalanche.logging.wandb import WandBLogger
     from became_avalanche.merging.fisher import Fisher
@@ -58,6 +58,7 @@ _HOMES = {
     "StagedPlugin": "plugins.stages",
     "TRGPPlugin": "plugins.trgp",
     "WandBLogger": "logging.wandb",
+    "cifar100_superclass": "benchmarks.cifar",
     "nscl_groups": "plugins.nscl",
     "path_figure": "runs.figures",
     "permuted_digits": "benchmarks.digits",
@@ -91,6 +92,7 @@ __all__ = [
     "StagedPlugin",
     "TRGPPlugin",
     "WandBLogger",
+    "cifar100_superclass",
     "nscl_groups",
     "path_figure",
     "permuted_digits",

@@ -17,6 +17,7 @@ from avalanche.benchmarks.utils.classification_dataset import TaskAwareSupervise
 from avalanche.benchmarks.utils.data_attribute import DataAttribute
 from avalanche.benchmarks.utils.flat_data import ConstantSequence, FlatData
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 Images = tuple[Tensor, Tensor]
@@ -199,6 +200,50 @@ def benchmark_of(
             if tasks
         }
     )
+
+
+def image_stream(
+    train: Sequence[Images],
+    test: Sequence[Images],
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    protocol: str = "gpm",
+    seed: int = 0,
+    task_order: Sequence[int] | None = None,
+) -> GenericCLScenario:
+    """A benchmark by one of the two protocols of the paper.
+
+    :param train: images and labels of each task; likewise ``test``.
+    :param mean: of each channel, where 255 is 1; likewise ``std``.
+    :param protocol: ``gpm``, with a random twentieth of each task's training images in a ``valid`` stream and no
+        augmentation, or ``nscl``, with all of them in training, randomly cropped (after a padding of 4) and flipped.
+    :param seed: which images are kept for validation.
+    :param task_order: the tasks by number, in the order in which they come.
+    """
+    if protocol not in ("gpm", "nscl"):
+        raise ValueError(f"protocol must be 'gpm' or 'nscl'; got {protocol!r}")
+    order = list(range(len(train))) if task_order is None else list(task_order)
+    if len(set(order)) != len(order) or not set(order) <= set(range(len(train))) or not order:
+        raise ValueError(f"task_order must name tasks from 0 to {len(train) - 1}, each once at most; got {task_order}")
+    valid: Sequence[Images] = []
+    if protocol == "gpm":
+        train, valid = split_off_validation(train, seed)
+    train, valid, test = ([tasks[t] for t in order] if tasks else [] for tasks in (train, valid, test))
+    return benchmark_of(train, valid, test, normalise(mean, std), crop_and_flip if protocol == "nscl" else None)
+
+
+def crop_and_flip(images: Tensor, padding: int = 4) -> Tensor:
+    """Each image of a batch moved by up to ``padding`` pixels, zeros where it is not, and half of them mirrored."""
+    n, _, height, width = images.shape
+    device = images.device
+    padded = F.pad(images, [padding] * 4)
+    down, right = torch.randint(2 * padding + 1, (2, n, 1), device=device)
+    rows, columns = down + torch.arange(height, device=device), right + torch.arange(width, device=device)
+    mirrored = torch.rand(n, 1, device=device) < 0.5
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    which = torch.arange(n, device=device).reshape(n, 1, 1)
+    return padded[which, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2).contiguous()
 
 
 def split_off_validation(tasks: Sequence[Images], seed: int, part: float = 0.05) -> tuple[list[Images], list[Images]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from became_avalanche import split_cifar100
+from became_avalanche import cifar100_superclass, split_cifar100
 from became_avalanche.benchmarks import cifar
 from tests.helpers import batch_of
 
@@ -19,7 +19,7 @@ def write_cifar(root, sizes=(50000, 10000), **changes):
         labels = np.arange(size) % 100
         data = np.zeros((size, 3072), dtype=np.uint8)
         data[:, 0], data[:, 1], data[:, 2] = labels, np.arange(size) // 256, np.arange(size) % 256
-        content = {"data": data, "fine_labels": labels.tolist(), "coarse_labels": (labels // 5).tolist(), **changes}
+        content = {"data": data, "fine_labels": labels.tolist(), "coarse_labels": (labels * 7 % 20).tolist(), **changes}
         with (folder / part).open("wb") as file:
             pickle.dump(content, file, protocol=2)
     return root
@@ -33,7 +33,7 @@ def root(tmp_path_factory):
 def pixels(experience):
     """What the bytes were."""
     x, y = batch_of(experience)
-    mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in (cifar.MEAN, cifar.STD))
+    mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in cifar.NORMALISATION["gpm"].values())
     return ((x * std + mean) * 255).round().long().flatten(1), y
 
 
@@ -66,6 +66,56 @@ def test_pixels_are_channels_first_and_normalised(root):
     assert x[2, 5, 5].item() == pytest.approx(-113.9 / 66.7)
 
 
+def test_the_other_protocol_trains_on_all_images_cropped_and_flipped(root):
+    benchmark = split_cifar100(20, dataset_root=root, protocol="nscl", task_order=[7, 2])
+    assert set(benchmark.streams) == {"train", "test"}
+    assert [len(e.dataset) for e in benchmark.train_stream] == [2500, 2500]
+    assert [e.task_label for e in benchmark.train_stream] == [0, 1]
+    data = benchmark.train_stream[0].dataset
+    x, y, _ = data.collate_fn([data.eval()[i] for i in range(500)])
+    assert torch.equal((x[:, 0, 0, 0] * 0.267 + 0.507).mul(255).round().long(), y + 35)
+    moved = data.collate_fn([data[i] for i in range(500)])[0]
+    assert not torch.equal(moved, x)
+    assert moved.shape == x.shape
+
+
+@pytest.mark.parametrize("order", [0, 3])
+def test_superclasses_in_a_published_order(root, order):
+    benchmark = cifar100_superclass(order, dataset_root=root)
+    assert len(benchmark.train_stream) == 20
+    for t in (0, 13):
+        superclass = cifar.SUPERCLASS_ORDERS[order][t]
+        expected = [label for label in range(100) if label * 7 % 20 == superclass]
+        for stream, count in (("train", 2375), ("valid", 125), ("test", 500)):
+            x, y = batch_of(benchmark.streams[stream][t])
+            assert len(y) == count
+            assert (x[:, 0, 0, 0] * 255).round().long().tolist() == [expected[label] for label in y]
+        assert 0 <= x.min() <= x.max() <= 1
+
+
+def test_reference_scrambles_the_pixels(root):
+    right, scrambled = (
+        batch_of(cifar100_superclass(dataset_root=root, reference=reference).test_stream[0])[0]
+        for reference in (False, True)
+    )
+    rows = right.flatten(1)  # pixel (i, j) of channel c is raw[3 (32 i + j) + c]
+    for i, j, c in ((0, 0, 1), (0, 0, 2), (3, 5, 0)):
+        assert torch.equal(scrambled[:, c, i, j], rows[:, 3 * (32 * i + j) + c])
+    assert not torch.equal(right, scrambled)
+
+
+def test_orders_are_permutations():
+    assert all(sorted(order) == list(range(20)) for order in cifar.SUPERCLASS_ORDERS)
+    with pytest.raises(ValueError, match="orders 0 to 4; got 5"):
+        cifar100_superclass(5, dataset_root="anywhere")
+
+
+def test_superclasses_that_are_none(tmp_path):
+    root = write_cifar(tmp_path, coarse_labels=[0] * 10000)
+    with pytest.raises(ValueError, match="not a part of CIFAR-100"):
+        cifar100_superclass(dataset_root=root)
+
+
 def test_the_seed_chooses_the_validation_images(root):
     one, same, other = (pixels(split_cifar100(20, seed, dataset_root=root).valid_stream[3])[0] for seed in (1, 1, 2))
     assert torch.equal(one, same)
@@ -95,8 +145,13 @@ class Hostile:
         (b"not a pickle", "not a sound data file"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, protocol=2)[:-20], "not a sound data file"),
         (pickle.dumps({"data": Hostile()}, protocol=2), r"asks for (posix|nt)\.system"),
-        (pickle.dumps([1, 2]), "no data and fine_labels"),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [0, 1]}, protocol=2), "50000 rows"),
+        (pickle.dumps([1, 2]), "no data, fine_labels"),
+        (
+            pickle.dumps(
+                {"data": np.zeros((2, 3072), np.uint8), "fine_labels": [0, 1], "coarse_labels": [0, 1]}, protocol=2
+            ),
+            "50000 rows",
+        ),
         (struct.pack("<I", 7) * 100, "not a sound data file"),
     ],
     ids=["empty", "text", "truncated", "hostile", "list", "short", "noise"],

@@ -12,7 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from became_avalanche import BecameMergePlugin, GPMPlugin, PlateauPlugin
-from became_avalanche.benchmarks.tensors import Row, benchmark_of, collate, normalise, split_off_validation
+from became_avalanche.benchmarks.tensors import (
+    Row,
+    benchmark_of,
+    collate,
+    crop_and_flip,
+    image_stream,
+    normalise,
+    split_off_validation,
+)
 from tests.helpers import Network, assert_same_weights, naive, weights
 
 TRANSFORM = normalise((0.5, 0.4), (0.2, 0.3))
@@ -164,3 +172,36 @@ def test_validation_is_split_off_by_the_seed():
 
 def test_there_is_no_validation_stream_without_data():
     assert set(benchmark_of(TASKS, [], TEST, TRANSFORM).streams) == {"train", "test"}
+
+
+def test_crops_are_parts_of_the_padded_image_or_of_its_mirror():
+    torch.manual_seed(0)
+    x, _ = images(200, 0)
+    moved = crop_and_flip(x, padding=1)
+    padded = torch.nn.functional.pad(x, [1] * 4)
+    seen = set()
+    for image, result in zip(padded, moved, strict=True):
+        crops = {
+            (down, right, flip): part.flip(2) if flip else part
+            for down in range(3)
+            for right in range(3)
+            for flip in (False, True)
+            for part in [image[:, down : down + 4, right : right + 4]]
+        }
+        found = [key for key, crop in crops.items() if torch.equal(crop, result)]
+        assert found
+        seen.update(found)
+    assert len(seen) == 18  # each of them comes
+
+
+def test_tasks_come_in_the_order_asked_for():
+    options = {"mean": (0, 0), "std": (1, 1)}
+    benchmark = image_stream(TASKS, TEST, task_order=[1, 0], **options)
+    assert [len(e.dataset) for e in benchmark.train_stream] == [29, 23]
+    alone = image_stream(TASKS, TEST, task_order=[1], **options)
+    assert list(alone.valid_stream[0].dataset.targets) == list(benchmark.valid_stream[0].dataset.targets)
+    for order in ([0, 0], [2], []):
+        with pytest.raises(ValueError, match="task_order must name tasks from 0 to 1"):
+            image_stream(TASKS, TEST, task_order=order, **options)
+    with pytest.raises(ValueError, match="'gpm' or 'nscl'; got 'other'"):
+        image_stream(TASKS, TEST, protocol="other", **options)
