@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from became_avalanche.metrics.accuracy import AccuracyMatrix
     from became_avalanche.metrics.path import PathScan, scan_path
     from became_avalanche.models.alexnet import AlexNet
+    from became_avalanche.models.lenet import LeNet
     from became_avalanche.models.mlp import MultiHeadMLP
+    from became_avalanche.models.preact_resnet import PreActResNet18
     from became_avalanche.models.resnet import ReducedResNet18
     from became_avalanche.plugins.connector import ConnectorPlugin
     from became_avalanche.plugins.control import EqualTrainingPlugin
@@ -45,6 +47,7 @@ _HOMES = {
     "GPMPlugin": "plugins.gpm",
     "GradientProjectionPlugin": "plugins.projection",
     "LaterRatePlugin": "plugins.nscl",
+    "LeNet": "models.lenet",
     "Merge": "merging.rules",
     "MergeRecord": "plugins.merge",
     "MultiHeadMLP": "models.mlp",
@@ -52,6 +55,7 @@ _HOMES = {
     "OWMPlugin": "plugins.owm",
     "PathScan": "metrics.path",
     "PlateauPlugin": "plugins.plateau",
+    "PreActResNet18": "models.preact_resnet",
     "ReducedResNet18": "models.resnet",
     "RunResult": "runs.train",
     "SGPPlugin": "plugins.sgp",
@@ -79,6 +83,7 @@ __all__ = [
     "GPMPlugin",
     "GradientProjectionPlugin",
     "LaterRatePlugin",
+    "LeNet",
     "Merge",
     "MergeRecord",
     "MultiHeadMLP",
@@ -86,6 +91,7 @@ __all__ = [
     "OWMPlugin",
     "PathScan",
     "PlateauPlugin",
+    "PreActResNet18",
     "ReducedResNet18",
     "RunResult",
     "SGPPlugin",

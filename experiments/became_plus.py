@@ -57,7 +57,6 @@ class Trial:
 TRIALS = {
     "gpm": Trial(free=False),
     "gpm-2x": Trial(projected=2, free=False),
-    "gpm-3x": Trial(projected=3, free=False),
     "became": Trial(),
     "refit": Trial(refit=True),
     "average": Trial(average=True),
@@ -65,7 +64,6 @@ TRIALS = {
     "fisher with smoothed labels": Trial(fisher="smooth"),
     "fisher at the middle": Trial(fisher="middle"),
     "projected stage after the merge": Trial(after=1),
-    "refit, average": Trial(refit=True, average=True),
 }
 
 REFIT_EPOCHS = 5

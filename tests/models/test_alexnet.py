@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from became_avalanche import AlexNet, BecameMergePlugin, GPMPlugin
-from tests.helpers import blobs, naive
+from became_avalanche import AlexNet
 
 
 def count(parameters):
@@ -32,14 +31,3 @@ def test_with_running_statistics_samples_do_not_depend_on_each_other(running):
     x = torch.randn(4, 3, 32, 32)
     together, apart = model.features(x), model.features(x[[0, 1, 1, 1]])
     assert torch.allclose(together[0], apart[0], atol=1e-5) == running
-
-
-def test_it_trains_with_projection_and_merge():
-    torch.manual_seed(0)
-    merge = BecameMergePlugin()
-    benchmark = blobs(n_tasks=2, samples=8, shape=(3, 32, 32))
-    strategy = naive(AlexNet(), [GPMPlugin(), merge], train_epochs=1, train_mb_size=8)
-    for experience in benchmark.train_stream:
-        strategy.train(experience)
-    strategy.eval(benchmark.test_stream)
-    assert 0 <= merge.merges[0].coefficient <= 1

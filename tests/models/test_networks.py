@@ -1,0 +1,79 @@
+import pytest
+import torch
+from avalanche.models import MultiHeadClassifier, MultiTaskModule
+from torchvision.models import resnet18
+
+from became_avalanche import AlexNet, BecameMergePlugin, GPMPlugin, LeNet, PreActResNet18
+from tests.helpers import blobs, naive
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_preactivation_resnet_has_the_published_number_of_parameters():
+    assert count(PreActResNet18().features) + 10 * (512 * 10 + 10) == 11_218_340
+
+
+def test_lenet_has_the_published_layers():
+    model = LeNet()
+    shapes = [tuple(parameter.shape) for parameter in model.features.parameters()]
+    assert shapes == [(20, 3, 5, 5), (50, 20, 5, 5), (800, 3200), (500, 800)]
+    maps = []
+    for layer in model.features:
+        layer.register_forward_hook(lambda _, __, output: maps.append(tuple(output.shape[1:])))
+    model.features(torch.zeros(1, 3, 32, 32))
+    assert maps[0] == (20, 32, 32)
+    assert maps[4] == (50, 16, 16)
+    bounds = [(6 / shape[1:].numel()) ** 0.5 for shape in map(torch.Size, shapes)]
+    for parameter, bound in zip(model.features.parameters(), bounds, strict=True):
+        assert 0.9 * bound < parameter.abs().max() <= bound
+
+
+def test_a_shortcut_starts_after_normalisation_and_relu():
+    torch.manual_seed(0)
+    block = PreActResNet18().features[3].eval()
+    assert block.shortcut is not None
+    with torch.no_grad():
+        block.conv2.weight.zero_()
+        x = torch.randn(1, 64, 8, 8)
+        active = torch.relu(torch.nn.functional.batch_norm(x, torch.zeros(64), torch.ones(64)))
+        torch.testing.assert_close(block(x), block.shortcut(active))
+
+
+class TorchvisionNetwork(MultiTaskModule):
+    """A backbone of torchvision with heads of Avalanche."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = resnet18()
+        self.backbone.fc = torch.nn.Identity()
+        self.classifier = MultiHeadClassifier(512)
+
+    def forward(self, x, task_labels):
+        return self.classifier(self.backbone(x), task_labels)
+
+
+@pytest.mark.parametrize("make", [AlexNet, LeNet, PreActResNet18, TorchvisionNetwork])
+def test_networks_train_with_projection_and_merge(make):
+    torch.manual_seed(0)
+    merge = BecameMergePlugin()
+    benchmark = blobs(n_tasks=2, samples=8, shape=(3, 32, 32))
+    strategy = naive(make(), [GPMPlugin(n_samples=8), merge], train_epochs=1, train_mb_size=8)
+    for experience in benchmark.train_stream:
+        strategy.train(experience)
+    strategy.eval(benchmark.test_stream)
+    assert 0 <= merge.merges[0].coefficient <= 1
+
+
+@pytest.mark.parametrize("make", [AlexNet, LeNet, PreActResNet18])
+def test_only_the_heads_of_a_batch_are_computed(make):
+    strategy = naive(make(), train_epochs=1, train_mb_size=8)
+    benchmark = blobs(n_tasks=3, samples=8, shape=(3, 32, 32))
+    strategy.eval(benchmark.test_stream)  # adds all heads
+    called = []
+    for name, head in strategy.model.classifier.classifiers.items():
+        head.register_forward_hook(lambda *_, name=name: called.append(name))
+    x = torch.zeros(4, 3, 32, 32)
+    strategy.model(x, torch.tensor([2, 0, 2, 0]))
+    assert sorted(called) == ["0", "2"]
