@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from avalanche.training.plugins import SupervisedPlugin
 
-from became_avalanche import AlexNet, BecameMergePlugin, split_cifar100, train
+from became_avalanche import AlexNet, BecameMergePlugin, Fisher, split_cifar100, train
 from became_avalanche.merging.fisher import Batch
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
@@ -47,7 +47,8 @@ class Trial:
     average: bool = False
     """θ̂ is the mean of the weights at the ends of the free stage's epochs."""
     fisher: str = "train"
-    """Fisher information on training data, on validation data, with smoothed labels, or at the middle of the path."""
+    """Fisher information on training data; on validation data; with smoothed labels; at the middle of the path; in
+    expectation over the model's labels, per sample; or at labels drawn from the model, per batch."""
     refit: bool = False
     """After the merge, train the current head for a few epochs with all else frozen."""
     after: int = 0
@@ -63,6 +64,8 @@ TRIALS = {
     "fisher on validation data": Trial(fisher="valid"),
     "fisher with smoothed labels": Trial(fisher="smooth"),
     "fisher at the middle": Trial(fisher="middle"),
+    "fisher at drawn labels": Trial(fisher="drawn"),
+    "exact fisher": Trial(fisher="exact"),
     "projected stage after the merge": Trial(after=1),
 }
 
@@ -105,17 +108,24 @@ class Branching(BecameMergePlugin):
         self.trial = Trial()
         self.epoch_ends = EpochEnds()
         self.middle: dict[str, torch.Tensor] | None = None
+        self.first_precision: dict[str, dict[str, torch.Tensor]] = {}
 
     def branch(self, free: bool) -> None:
         if self.name is None:
             self.name = self.forks.split([name for name in self.names if TRIALS[name].free == free])
-            self.trial = TRIALS[self.name] if self.name else self.trial
+            if self.name is not None:
+                self.trial = TRIALS[self.name]
+                self.precision = self.first_precision[self.trial.fisher]
 
     def run_stages(self, strategy: Any, run: Callable[[int], None], **kwargs: Any) -> None:
         theta_previous = snapshot(strategy)
         run(1)
         if self.t == 0:
-            self.precision = self._fisher(strategy, theta_previous, 0)
+            kinds = {TRIALS[name].fisher for name in self.names} | {"train"}
+            for kind in kinds:  # before it is known which one it will be
+                self.trial = Trial(fisher=kind)
+                self.first_precision[kind] = self._fisher(strategy, theta_previous, 0)
+            self.trial = Trial()
             return
         self.branch(free=False)
         for stage in range(2, self.trial.projected + 1):
@@ -175,11 +185,17 @@ class Branching(BecameMergePlugin):
             dataset = experience.origin_stream.benchmark.streams["valid"][experience.current_experience].dataset
         smoothing = 0.1 if self.trial.fisher == "smooth" else 0.0
         likelihood = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+        def forward_passes(batches):
+            for _ in batches:
+                logits, labels = strategy.mb_output, strategy.mb_y
+                if self.trial.fisher == "drawn":
+                    labels = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0]
+                yield Batch(likelihood(logits, labels), logits, labels)
+
+        estimator = Fisher("exact" if self.trial.fisher == "exact" else "batched")
         with data_pass(strategy, dataset, strategy.train_mb_size) as batches:
-            passes = (
-                Batch(likelihood(strategy.mb_output, strategy.mb_y), strategy.mb_output, strategy.mb_y) for _ in batches
-            )
-            fisher = self.fisher(passes, strategy.model, parameters)
+            fisher = estimator(forward_passes(batches), strategy.model, parameters)
         restore(strategy, here)
         return fisher
 

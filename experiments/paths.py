@@ -1,13 +1,13 @@
 """Where on the path does each estimator of the Fisher information merge, and where is the loss least?
 
-    python experiments/paths.py --data FOLDER
+    python experiments/paths.py --data FOLDER --epochs 8
 
-AlexNet on the first five tasks of 20-Split CIFAR-100 with GPM and BECAME, each stage to a plateau of at most 20 epochs:
-four merges. FOLDER holds torchvision's `cifar-100-python`. Makes paths.json and paths.png in experiments/results/paths.
+AlexNet on the first five tasks of 20-Split CIFAR-100 with GPM and BECAME, each stage to a plateau or to
+the given number of epochs: four merges. FOLDER holds torchvision's `cifar-100-python`. Makes paths.json and paths.png in experiments/results/paths.
 
-The network normalises with the statistics of the batch, and gradients of single samples do not exist there. `batched`
-is the estimator that made the merges; the other three look at the same weights with the mean statistics of the task's
-training data in place of the batch's, each with a precision of its own.
+`batched` is the estimator that made the merges; each of the others has a precision of its own. The network normalises
+with the statistics of the batch, and gradients of single samples do not exist there: `empirical`, `sampled` and `exact`
+look at the same weights with the mean statistics of the task's training data in place of the batch's.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from became_avalanche.merging.rules import became
 from became_avalanche.runs.presets import BenchmarkPreset
 
 RESULTS = Path(__file__).parent / "results" / "paths"
-ESTIMATORS = ("empirical", "sampled", "exact")
+PER_SAMPLE = ("empirical", "sampled", "exact")
 
 
 class Paths(SupervisedPlugin):
@@ -36,7 +36,7 @@ class Paths(SupervisedPlugin):
     def __init__(self, merge: BecameMergePlugin, n_samples: int) -> None:
         super().__init__()
         self.merge, self.n_samples = merge, n_samples
-        self.precision = {name: {} for name in ESTIMATORS}
+        self.precision = {name: {} for name in ("batched-sampled", *PER_SAMPLE)}
         self.scans, self.marks = [], []
 
     def after_training_exp(self, strategy, **kwargs):
@@ -55,34 +55,32 @@ class Paths(SupervisedPlugin):
 
     def fishers(self, strategy, weights):
         """F at ``weights`` by each estimator, on samples of the current task."""
-        model = AlexNet(running_statistics=True)
-        model.classifier = deepcopy(strategy.model.classifier)
-        model.load_state_dict({name: weights[name] for name in strategy.model.state_dict()}, strict=False)
         dataset = strategy.experience.dataset.eval()
-        generator = torch.Generator().manual_seed(0)
-        chosen = torch.randperm(len(dataset), generator=generator)[: self.n_samples].tolist()
-        x, y, task = (
-            torch.stack([torch.as_tensor(value) for value in part])
-            for part in zip(*map(dataset.__getitem__, chosen), strict=True)
-        )
-        batches = list(zip(x.split(64), y.split(64), task.split(64), strict=True))
-        model.eval()
-        for layer in model.modules():
+        chosen = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[: self.n_samples].tolist()
+        batches = [dataset.collate_fn([dataset[i] for i in chosen[k : k + 64]]) for k in range(0, len(chosen), 64)]
+
+        def passes(model):
+            for x, y, task in batches:
+                logits = model(x, task)
+                yield Batch(F.cross_entropy(logits, y), logits, y)
+
+        coupled = deepcopy(strategy.model).eval()
+        coupled.load_state_dict({name: weights[name] for name in coupled.state_dict()})
+        independent = AlexNet(running_statistics=True)
+        independent.classifier = coupled.classifier
+        independent.load_state_dict(coupled.state_dict(), strict=False)
+        independent.eval()
+        for layer in independent.modules():
             if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):
                 layer.momentum = None  # a plain mean over the batches
                 layer.train()
         with torch.no_grad():
-            for part, _, tasks in batches:
-                model(part, tasks)
-        model.eval()
-        parameters = dict(model.named_parameters())
-
-        def passes():
-            for part, labels, tasks in batches:
-                logits = model(part, tasks)
-                yield Batch(F.cross_entropy(logits, labels), logits, labels)
-
-        return {name: Fisher(name)(passes(), model, parameters) for name in ESTIMATORS}
+            for x, _, task in batches:
+                independent(x, task)
+        models = {"batched-sampled": coupled, **dict.fromkeys(PER_SAMPLE, independent.eval())}
+        return {
+            name: Fisher(name)(passes(model), model, dict(model.named_parameters())) for name, model in models.items()
+        }
 
 
 def main() -> None:
@@ -108,6 +106,19 @@ def main() -> None:
     content = [{**asdict(scan), "estimates": marks} for scan, marks in zip(paths.scans, paths.marks, strict=True)]
     (arguments.out / "paths.json").write_text(json.dumps(content, indent=1) + "\n")
     path_figure(paths.scans, paths.marks).savefig(arguments.out / "paths.png", dpi=150)
+    print(table(content))
+
+
+def table(paths: list[dict]) -> str:
+    """For each task the λ of each estimator, where the loss of all tasks is least, and both forms of Δᵀ F Δ."""
+    estimators = list(paths[0]["estimates"])
+    lines = [f"task {' '.join(f'{name:>15}' for name in estimators)}  least loss  diagonal   whole"]
+    for path in paths:
+        values = " ".join(f"{path['estimates'][name]:15.2f}" for name in estimators)
+        losses = [sum(column) for column in zip(*path["loss"], strict=True)]
+        best = path["coefficients"][losses.index(min(losses))]
+        lines.append(f"{path['t']:4} {values} {best:11.2f} {path['plasticity']:9.4f} {path['curvature']:7.3f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,12 @@ def test_quickstart_prints_acc_and_bwt():
     assert float(numbers[-1][2]) > 80  # chance is 10
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/methods.md"])
+@pytest.mark.parametrize(
+    ("page", "suffix"), [("README.md", ""), ("docs/methods.md", "-family"), ("docs/merging.md", "-rules")]
+)
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_tables_are_those_of_the_recorded_results(benchmark, page):
-    name = benchmark if page == "README.md" else f"{benchmark}-family"
+def test_tables_are_those_of_the_recorded_results(benchmark, page, suffix):
+    name = benchmark + suffix
     folder = ROOT / "experiments" / "results" / name
     recorded = json.loads((folder / "results.json").read_text())
     text = (folder / "table.csv").read_text()
@@ -62,3 +65,20 @@ def test_tables_are_those_of_the_recorded_results(benchmark, page):
     assert text_table(comparison.rows()) in content
     assert text_gains(comparison.gains()) in content
     assert f"--out experiments/results/{name}" in content
+
+
+def script(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    return import_module(name)
+
+
+@pytest.mark.parametrize("benchmark", [*BENCHMARKS, "split-cifar100"])
+def test_trials_in_the_docs_are_the_recorded_ones(benchmark, monkeypatch):
+    recorded = json.loads((ROOT / "experiments" / "results" / "became-plus" / f"{benchmark}.json").read_text())
+    assert script("became_plus", monkeypatch).table(recorded["runs"]) in (ROOT / "docs" / "merging.md").read_text()
+
+
+def test_paths_in_the_docs_are_the_recorded_ones(monkeypatch):
+    recorded = json.loads((ROOT / "experiments" / "results" / "paths" / "paths.json").read_text())
+    assert script("paths", monkeypatch).table(recorded) in (ROOT / "docs" / "merging.md").read_text()
+    assert len(recorded) >= 4

@@ -1,4 +1,4 @@
-"""Diagonal Fisher information: four estimators of it, and its sum over tasks.
+"""Diagonal Fisher information: five estimators of it, and its sum over tasks.
 
 Names follow van de Ven, "On the Computation of the Fisher Information in Continual Learning" (ICLR blog track 2025).
 """
@@ -33,6 +33,9 @@ class Fisher:
 
     - ``batched``: mean over batches of ``B g²``, with ``g`` the gradient of the batch's mean loss. It works with every
       model, also where the samples of a batch are coupled (normalisation with batch statistics).
+    - ``batched-sampled``: the same at labels drawn from the model. The gradients of single samples are then zero in the
+      mean, so that for independent samples the expectation is that of ``exact``, and what is left of the loss's own
+      gradient, which ``batched`` counts B times, does not count.
     - ``empirical``: mean over samples of ``g²``, with ``g`` the gradient of ``−log p(y|x)`` at the true label.
     - ``sampled``: the same at a label drawn from the model.
     - ``exact``: the expectation of that over all labels, as the model weighs them.
@@ -124,10 +127,16 @@ def _all(log_p: Tensor, labels: Tensor) -> list[Tensor]:
     return [-(weight * of_class).sum() for weight, of_class in zip(root.mT, log_p.mT, strict=True) if weight.any()]
 
 
+def _batched_sampled(batches: Iterable[Batch], model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    drawn = ((_sampled(logits.log_softmax(-1), labels)[0], len(labels)) for _, logits, labels in batches)
+    return batched_fisher(((total / size, size) for total, size in drawn), parameters)
+
+
 ESTIMATORS: dict[str, Callable[[Iterable[Batch], nn.Module, Mapping[str, Tensor]], dict[str, Tensor]]] = {
     "batched": lambda batches, model, parameters: batched_fisher(
         ((batch.loss, len(batch.labels)) for batch in batches), parameters
     ),
+    "batched-sampled": _batched_sampled,
     "empirical": partial(_per_sample, likelihoods=_true),
     "sampled": partial(_per_sample, likelihoods=_sampled),
     "exact": partial(_per_sample, likelihoods=_all),

@@ -83,7 +83,7 @@ class BecameMergePlugin(StagedPlugin):
             (0.4), "cofima", "imm-mode" (one λ per element) or "none"; or a function that gets a ``Merge`` and returns a
             number, or by parameter name a tensor.
         :param fisher: how the Fisher information is estimated, by name or as an object with more to say: "batched",
-            "empirical", "sampled" or "exact"; see ``Fisher``.
+            "batched-sampled", "empirical", "sampled" or "exact"; see ``Fisher``.
         :param epochs: epochs of stage 2, if not as many as the strategy's ``train_epochs``.
         :param keep_path: keep all that the last merge was made of in ``path``, for ``scan_path``; four times the size
             of the model.

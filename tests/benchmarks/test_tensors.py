@@ -114,7 +114,9 @@ def test_augmentation_is_for_training_only():
 
 
 def test_transforms_of_the_user_are_applied_to_each_sample():
-    data = fast().train_stream[0].dataset.replace_current_transform_group((lambda x: x + 1, None))
+    data = fast().train_stream[0].dataset
+    assert isinstance(data[2], Row)
+    data = data.replace_current_transform_group((lambda x: x + 1, None))
     x, y, t = data[2]
     assert torch.equal(x, TRANSFORM(TASKS[0][0][2:3])[0] + 1)
     assert (int(y), t) == (2, 0)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from became_avalanche.merging import persample
-from became_avalanche.merging.fisher import Batch, Fisher, accumulate, batched_fisher, curvature_along, fit
+from became_avalanche.merging.fisher import ESTIMATORS, Batch, Fisher, accumulate, batched_fisher, curvature_along, fit
 
 
 def oracle(model, batches):
@@ -208,22 +208,27 @@ def test_batched_and_sampled_equal_the_loop(name):
     torch.manual_seed(1)
     drawn = torch.cat([torch.multinomial(model(part).detach().softmax(-1), 1)[:, 0] for part, _ in batches])
     expected = sample_oracle(model, x, drawn, lambda p, label: [(label, 1.0)])
+    torch.manual_seed(1)
+    batched_sampled = estimate(model, x, y, "batched-sampled")
+    for key, diagonal in oracle(model, list(zip(x.split(4), drawn.split(4), strict=True))).items():
+        torch.testing.assert_close(batched_sampled[key], diagonal.detach(), rtol=1e-5, atol=1e-14)
     for key, diagonal in oracle(model, batches).items():
         torch.testing.assert_close(batched[key], diagonal.detach(), rtol=1e-5, atol=1e-14)
         torch.testing.assert_close(sampled[key], expected[key], rtol=1e-5, atol=1e-14)
 
 
-def test_sampled_tends_to_exact():
+@pytest.mark.parametrize(("name", "batch"), [("sampled", 4), ("batched-sampled", 7)])
+def test_sampled_tends_to_exact(name, batch):
     model, x, y = model_and_data("linear")
     exact = estimate(model, x, y, "exact")
-    draws = [estimate(model, x, y, "sampled") for _ in range(400)]
+    draws = [estimate(model, x, y, name, size=batch) for _ in range(400)]
     for key, diagonal in exact.items():
         mean = torch.stack([draw[key] for draw in draws]).mean(0)
         assert (mean - diagonal).norm() < 0.15 * diagonal.norm()
         assert not torch.equal(draws[0][key], draws[1][key])
 
 
-@pytest.mark.parametrize("estimator", ["batched", "empirical", "sampled", "exact"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_sum_is_the_mean_times_the_samples(estimator):
     model, x, y = model_and_data("residual")
     torch.manual_seed(1)
@@ -245,6 +250,7 @@ def test_coupled_samples_are_refused(norm):
     with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\).*couples its samples.*'batched'"):
         estimate(model, x, y, "empirical")
     estimate(model, x, y, "batched")
+    estimate(model, x, y, "batched-sampled")
 
 
 class Bypassed(nn.Module):
@@ -268,7 +274,8 @@ def test_what_cannot_be_told_apart_is_refused():
 
 def test_unknown_estimators_are_refused():
     with pytest.raises(
-        ValueError, match="unknown Fisher information 'true'; there is batched, empirical, sampled, exact"
+        ValueError,
+        match="unknown Fisher information 'true'; there is batched, batched-sampled, empirical, sampled, exact",
     ):
         Fisher("true")
     with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'; got 'max'"):

@@ -38,10 +38,12 @@ def trained(make_model=mlp, benchmark=None, plugins=(GPMPlugin,), tasks=3, **kwa
 def test_scan_measures_each_task_at_points_of_the_path(make_model, benchmark, plugins):
     strategy, merge, stream = trained(make_model, benchmark(), plugins)
     before, state = weights(strategy.model), torch.get_rng_state()
+    experience = strategy.experience
     scan = scan_path(strategy, merge, stream, n_samples=None, step=0.25)
     assert_same_weights(before, weights(strategy.model))
     assert torch.equal(state, torch.get_rng_state())
     assert strategy.model.training
+    assert strategy.experience is experience
     assert scan.coefficients == [0, 0.25, 0.5, 0.75, 1]
     assert (scan.t, scan.chosen) == (3, merge.merges[-1].coefficient)
 

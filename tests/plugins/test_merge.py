@@ -129,6 +129,18 @@ def test_without_projection_one_free_stage_is_merged_with_the_weights_before():
         assert not any(merge.delta[name].any() for name in new & merge.delta.keys())  # it does not count in λ
 
 
+def test_without_projection_a_head_that_an_evaluation_has_made_is_new_too():
+    torch.manual_seed(0)
+    stages, benchmark = Stages(), blobs(n_tasks=2)
+    strategy = naive(mlp(), [BecameMergePlugin(rule=lambda merge: 0.5), stages.plugin()])
+    strategy.eval(benchmark.test_stream)
+    for experience in benchmark.train_stream:
+        strategy.train(experience)
+    head = "classifier.classifiers.1.classifier.weight"
+    assert torch.equal(strategy.model.state_dict()[head], stages.ends[1][head])
+    assert not torch.equal(stages.ends[0][head], stages.ends[1][head])
+
+
 def test_without_projection_one_over_t_is_the_mean_of_all_models():
     _, stages, strategy = ablation(RULES["one-over-t"])
     for name in ("features.0.weight", "features.2.weight"):

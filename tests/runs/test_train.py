@@ -50,6 +50,14 @@ def test_every_method_runs_and_its_numbers_are_those_of_the_matrix(method):
     json.dumps(result.accuracy, allow_nan=False)
 
 
+@pytest.mark.parametrize("method", ["gpm", "joint"])
+def test_a_preset_may_stop_before_the_end_of_the_stream(method):
+    result = train(replace(QUICK, n_tasks=2), method)
+    assert [[value is not None for value in row] for row in result.accuracy] == (
+        [[True, False], [True, True]] if method == "gpm" else [[False, False], [True, True]]
+    )
+
+
 def trained(method, seed):
     final = []
     result = train(QUICK, method, seed, plugins=[Spy(after_training_exp=lambda s: final.append(weights(s.model)))])
