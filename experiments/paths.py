@@ -2,8 +2,9 @@
 
     python experiments/paths.py --data FOLDER --epochs 8
 
-AlexNet on the first five tasks of 20-Split CIFAR-100 with GPM and BECAME, each stage to a plateau or to
-the given number of epochs: four merges. FOLDER holds torchvision's `cifar-100-python`. Makes paths.json and paths.png in experiments/results/paths.
+AlexNet on the first five tasks of 20-Split CIFAR-100 with GPM and BECAME, each stage to a plateau or to so many epochs:
+four merges. FOLDER holds torchvision's `cifar-100-python`. Makes paths.json and paths.png in
+experiments/results/paths.
 
 `batched` is the estimator that made the merges; each of the others has a precision of its own. The network normalises
 with the statistics of the batch, and gradients of single samples do not exist there: `empirical`, `sampled` and `exact`

@@ -59,7 +59,7 @@ def main() -> None:
             seconds[name].append(perf_counter() - start)
     for name in ESTIMATORS:
         ratios = [own / epoch for own, epoch in zip(seconds[name], seconds["training"], strict=True)]
-        print(f"{name:10} {median(ratios):5.2f} epochs, {peak(work[name]) - peak(epoch):+6.0f} MiB over training")
+        print(f"{name:15} {median(ratios):5.2f} epochs, {peak(work[name]) - peak(epoch):+6.0f} MiB over training")
     print(f"budget of per-sample gradients: {BUDGET * 4 / 2**20:.0f} MiB")
 
 

@@ -131,7 +131,7 @@ def test_schedule_runs_again_in_the_second_stage(schedule):
         on_stage_start=lambda s, stage: rates.append([]),
         before_training_iteration=lambda s: rates[-1].append(s.optimizer.param_groups[0]["lr"]),
     )
-    plugins = [SCHEDULES[schedule](optimizer), merge, spy]
+    plugins = [SCHEDULES[schedule](optimizer), GPMPlugin(), merge, spy]
     naive(model, plugins, optimizer, metrics=[loss_metrics(stream=True)], eval_every=1, train_epochs=6).train(
         blobs(n_tasks=1).train_stream, eval_streams=[blobs(n_tasks=1).valid_stream]
     )
@@ -171,7 +171,7 @@ def test_a_stop_in_the_last_epoch_skips_nothing():
             strategy.stop_training()
 
     spy = Spy(on_stage_start=lambda s, stage: epochs.append(0), after_training_epoch=stop_in_last_epoch)
-    naive(mlp(), [BecameMergePlugin(), spy], train_epochs=2).train(blobs().train_stream)
+    naive(mlp(), [GPMPlugin(), BecameMergePlugin(), spy], train_epochs=2).train(blobs().train_stream)
     assert epochs == [2] * 5
 
 
@@ -196,7 +196,9 @@ def test_second_stage_starts_from_an_evaluation_of_its_first_weights():
     spy = Spy(on_stage_start=lambda s, stage: stages.append(stage), before_training_epoch=compare_with_evaluator)
     late = Spy(after_training_epoch=change_weights)
     torch.manual_seed(0)
-    strategy = naive(mlp(), [BecameMergePlugin(), spy], metrics=[loss_metrics(experience=True)], eval_every=1)
+    strategy = naive(
+        mlp(), [GPMPlugin(), BecameMergePlugin(), spy], metrics=[loss_metrics(experience=True)], eval_every=1
+    )
     strategy.plugins.append(late)  # after the periodic evaluation
     first, second, _ = blobs().train_stream
     strategy.train(first, eval_streams=[blobs().valid_stream[:2]])
@@ -243,7 +245,7 @@ def test_second_stage_is_not_projected_and_starts_fresh_from_theta_gp():
 def test_stage_two_may_have_its_own_epochs():
     epochs = []
     spy = Spy(on_stage_start=lambda s, stage: epochs.append(0), after_training_epoch=lambda s: epochs.append(1))
-    strategy = stream_of([BecameMergePlugin(epochs=3), spy], train_epochs=2)
+    strategy = stream_of([GPMPlugin(), BecameMergePlugin(epochs=3), spy], train_epochs=2)
     assert epochs == [0, 1, 1] + [0, 1, 1, 0, 1, 1, 1] * 2
     assert strategy.train_epochs == 2
 
@@ -268,7 +270,7 @@ def test_the_merged_model_is_what_is_evaluated_last(eval_every):
 def test_stage_and_coefficient_reach_the_text_logger():
     text = io.StringIO()
     merge = BecameMergePlugin()
-    strategy = stream_of([merge], loggers=[TextLogger(text)])
+    strategy = stream_of([GPMPlugin(), merge], loggers=[TextLogger(text)])
     strategy.eval(blobs().test_stream)
     assert "Stage/train_phase/train_stream/Exp001 = 2" in text.getvalue()
     for t, record in enumerate(merge.merges, start=1):
