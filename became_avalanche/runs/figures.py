@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from math import ceil
 from statistics import mean
 
@@ -93,7 +94,7 @@ def _dots(axes: Axes, comparison: Comparison, what: str) -> None:
 
 
 def _coefficients(axes: Axes, comparison: Comparison, methods: Sequence[str]) -> None:
-    for marker, line, method in zip(MARKERS, ["-", "--", ":", "-."] * 3, methods, strict=False):
+    for marker, line, method in zip(cycle(MARKERS), cycle(["-", "--", ":", "-."]), methods, strict=False):
         runs = comparison.of(method)
         ts = [record.t for record in runs[0].merges]
         values = [mean(run.merges[k].coefficient for run in runs) for k in range(len(ts))]
@@ -125,7 +126,7 @@ def path_figure(scans: Sequence[PathScan], marks: Sequence[Mapping[str, float]] 
         axes.plot(scan.coefficients, means, color="black", linewidth=1.8)
         axes.plot(scan.best, min(means), color="black", marker="o", markersize=5)
         axes.axvline(scan.chosen, color="black", linewidth=0.8, linestyle=":")
-        for marker, (name, value) in zip(MARKERS[1:], mark.items(), strict=False):
+        for marker, (name, value) in zip(cycle(MARKERS[1:]), mark.items(), strict=False):
             height = np.interp(value, scan.coefficients, means)
             axes.plot(value, height, marker, color="black", markerfacecolor="white", markersize=6, label=name)
         axes.set_title(f"task {scan.t}", fontsize=10)

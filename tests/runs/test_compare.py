@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from became_avalanche.merging.rules import RULES
 from became_avalanche.plugins.merge import MergeRecord
 from became_avalanche.runs.compare import Comparison, Spread, text_gains, text_table
 from became_avalanche.runs.figures import comparison_figure, run_figure
@@ -154,6 +155,14 @@ def test_foreign_files_and_other_settings_are_not_resumed(tmp_path, content):
     comparison = Comparison(PRESET, METHODS, 3, tmp_path)
     comparison.resume()
     assert comparison.runs == []
+
+
+def test_every_merging_method_has_a_line(tmp_path):
+    merging = [f"gpm+{rule}" for rule in RULES] + [f"finetune+{rule}" for rule in RULES]
+    many = Comparison(PRESET, merging, 1, tmp_path)
+    many.run(made_up)
+    legend = next(axes.get_legend() for axes in comparison_figure(many).axes if axes.get_legend())
+    assert [text.get_text() for text in legend.get_texts()] == [*merging, "1/t"]
 
 
 @pytest.mark.parametrize("methods", [METHODS, ["gpm"], ["joint"], ["finetune+became", "gpm+became"]])
