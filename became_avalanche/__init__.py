@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from became_avalanche.models.alexnet import AlexNet
     from became_avalanche.models.lenet import LeNet
     from became_avalanche.models.mlp import MultiHeadMLP
+    from became_avalanche.models.multihead import MultiHeadNetwork
     from became_avalanche.models.preact_resnet import PreActResNet18
     from became_avalanche.models.resnet import ReducedResNet18
     from became_avalanche.plugins.connector import ConnectorPlugin
@@ -51,6 +52,7 @@ _HOMES = {
     "Merge": "merging.rules",
     "MergeRecord": "plugins.merge",
     "MultiHeadMLP": "models.mlp",
+    "MultiHeadNetwork": "models.multihead",
     "NSCLPlugin": "plugins.nscl",
     "OWMPlugin": "plugins.owm",
     "PathScan": "metrics.path",
@@ -87,6 +89,7 @@ __all__ = [
     "Merge",
     "MergeRecord",
     "MultiHeadMLP",
+    "MultiHeadNetwork",
     "NSCLPlugin",
     "OWMPlugin",
     "PathScan",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from avalanche.models import MultiHeadClassifier, MultiTaskModule
-from torch import Tensor, nn
+from torch import nn
+
+from became_avalanche.models.multihead import MultiHeadNetwork
 
 
-class AlexNet(MultiTaskModule):
+class AlexNet(MultiHeadNetwork):
     """Three convolutions and two fully connected layers without biases for images of 32 x 32, and one head per task.
 
     In the published codes batch normalisation has no running statistics: at evaluation, too, a batch is normalised by
@@ -19,7 +20,6 @@ class AlexNet(MultiTaskModule):
         :param running_statistics: keep them and use them at evaluation, as PyTorch does by default. Samples are then
             independent of each other at evaluation, as estimators of the Fisher information per sample need it.
         """
-        super().__init__()
 
         def convolution(inputs: int, outputs: int, kernel: int, dropout: float) -> list[nn.Module]:
             norm = nn.BatchNorm2d(outputs, track_running_stats=running_statistics)
@@ -30,7 +30,7 @@ class AlexNet(MultiTaskModule):
             norm = nn.BatchNorm1d(outputs, track_running_stats=running_statistics)
             return [nn.Linear(inputs, outputs, bias=False), norm, nn.ReLU(), nn.Dropout(0.5)]
 
-        self.features = nn.Sequential(
+        features = nn.Sequential(
             *convolution(3, 64, kernel=4, dropout=0.2),
             *convolution(64, 128, kernel=3, dropout=0.2),
             *convolution(128, 256, kernel=2, dropout=0.5),
@@ -38,9 +38,4 @@ class AlexNet(MultiTaskModule):
             *fully_connected(1024, 2048),
             *fully_connected(2048, 2048),
         )
-        self.classifier = MultiHeadClassifier(2048)
-
-    def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
-        """Logits of the head of each sample's task."""
-        logits: Tensor = self.classifier(self.features(x), task_labels)
-        return logits
+        super().__init__(features, 2048)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from avalanche.models import MultiHeadClassifier, MultiTaskModule
-from torch import Tensor, nn
+from torch import nn
+
+from became_avalanche.models.multihead import MultiHeadNetwork
 
 
-class MultiHeadMLP(MultiTaskModule):
+class MultiHeadMLP(MultiHeadNetwork):
     """Two hidden layers without biases, as the networks of the gradient projection papers, and one head per task."""
 
     def __init__(self, input_size: int = 64, hidden_size: int = 100) -> None:
@@ -15,17 +16,11 @@ class MultiHeadMLP(MultiTaskModule):
         :param input_size: number of values in an input, whatever its shape.
         :param hidden_size: units in each hidden layer.
         """
-        super().__init__()
-        self.features = nn.Sequential(
+        features = nn.Sequential(
             nn.Flatten(),
             nn.Linear(input_size, hidden_size, bias=False),
             nn.ReLU(),
             nn.Linear(hidden_size, hidden_size, bias=False),
             nn.ReLU(),
         )
-        self.classifier = MultiHeadClassifier(hidden_size)
-
-    def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
-        """Logits of the head of each sample's task."""
-        logits: Tensor = self.classifier(self.features(x), task_labels)
-        return logits
+        super().__init__(features, hidden_size)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from avalanche.models import MultiHeadClassifier, MultiTaskModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from became_avalanche.models.multihead import MultiHeadNetwork
 
-class PreActResNet18(MultiTaskModule):
+
+class PreActResNet18(MultiHeadNetwork):
     """ResNet18 that normalises before it convolves, in full width, and one head per task.
 
     Batch normalisation has running statistics.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
+        features = nn.Sequential(
             nn.Conv2d(3, 64, 3, padding=1, bias=False),
             *(_Block(64, 64), _Block(64, 64)),
             *(_Block(64, 128, stride=2), _Block(128, 128)),
@@ -26,12 +26,7 @@ class PreActResNet18(MultiTaskModule):
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
         )
-        self.classifier = MultiHeadClassifier(512)
-
-    def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
-        """Logits of the head of each sample's task."""
-        logits: Tensor = self.classifier(self.features(x), task_labels)
-        return logits
+        super().__init__(features, 512)
 
 
 class _Block(nn.Module):

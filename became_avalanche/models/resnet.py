@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from avalanche.models import MultiHeadClassifier, MultiTaskModule
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models.resnet import BasicBlock
+
+from became_avalanche.models.multihead import MultiHeadNetwork
 
 SMALLEST = 9
 """The smallest image that leaves the 2 x 2 values that are pooled in the end."""
 
 
-class ReducedResNet18(MultiTaskModule):
+class ReducedResNet18(MultiHeadNetwork):
     """ResNet18 with about a tenth of its weights, and one head per task: 17 convolutions 3 x 3, three 1 x 1 shortcuts.
 
     Batch normalisation has no running statistics, as in the published codes: at evaluation, too, a batch is normalised
@@ -27,29 +28,23 @@ class ReducedResNet18(MultiTaskModule):
             has stride 2 for images larger than 32.
         :param width: channels of the first layer, which double three times.
         """
-        super().__init__()
         if image_size < SMALLEST:
             raise ValueError(f"image_size must be at least {SMALLEST}, smaller maps vanish; got {image_size}")
         if width < 1:
             raise ValueError(f"width must be at least 1; got {width}")
         stem_stride = 2 if image_size > 32 else 1
-        self.features = nn.Sequential()
-        self.features.add_module("conv1", nn.Conv2d(3, width, 3, stem_stride, padding=1, bias=False))
-        self.features.add_module("bn1", _norm(width))
-        self.features.add_module("relu", nn.ReLU())
-        self.features.add_module("layer1", _two_blocks(width, width))
-        self.features.add_module("layer2", _two_blocks(width, 2 * width))
-        self.features.add_module("layer3", _two_blocks(2 * width, 4 * width))
-        self.features.add_module("layer4", _two_blocks(4 * width, 8 * width))
-        self.features.add_module("pool", nn.AvgPool2d(2))
-        self.features.add_module("flatten", nn.Flatten())
+        features = nn.Sequential()
+        features.add_module("conv1", nn.Conv2d(3, width, 3, stem_stride, padding=1, bias=False))
+        features.add_module("bn1", _norm(width))
+        features.add_module("relu", nn.ReLU())
+        features.add_module("layer1", _two_blocks(width, width))
+        features.add_module("layer2", _two_blocks(width, 2 * width))
+        features.add_module("layer3", _two_blocks(2 * width, 4 * width))
+        features.add_module("layer4", _two_blocks(4 * width, 8 * width))
+        features.add_module("pool", nn.AvgPool2d(2))
+        features.add_module("flatten", nn.Flatten())
         side = -(-image_size // (8 * stem_stride)) // 2  # each stride rounds up, the pool rounds down
-        self.classifier = MultiHeadClassifier(8 * width * side**2)
-
-    def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
-        """Logits of the head of each sample's task."""
-        logits: Tensor = self.classifier(self.features(x), task_labels)
-        return logits
+        super().__init__(features, 8 * width * side**2)
 
 
 _norm = partial(nn.BatchNorm2d, track_running_stats=False)

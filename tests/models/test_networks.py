@@ -1,9 +1,8 @@
 import pytest
 import torch
-from avalanche.models import MultiHeadClassifier, MultiTaskModule
 from torchvision.models import resnet18
 
-from became_avalanche import AlexNet, BecameMergePlugin, GPMPlugin, LeNet, PreActResNet18
+from became_avalanche import AlexNet, BecameMergePlugin, GPMPlugin, LeNet, MultiHeadNetwork, PreActResNet18
 from tests.helpers import blobs, naive
 
 
@@ -41,20 +40,13 @@ def test_a_shortcut_starts_after_normalisation_and_relu():
         torch.testing.assert_close(block(x), block.shortcut(active))
 
 
-class TorchvisionNetwork(MultiTaskModule):
-    """A backbone of torchvision with heads of Avalanche."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = resnet18()
-        self.backbone.fc = torch.nn.Identity()
-        self.classifier = MultiHeadClassifier(512)
-
-    def forward(self, x, task_labels):
-        return self.classifier(self.backbone(x), task_labels)
+def torchvision_network():
+    backbone = resnet18()
+    backbone.fc = torch.nn.Identity()
+    return MultiHeadNetwork(backbone, 512)
 
 
-@pytest.mark.parametrize("make", [AlexNet, LeNet, PreActResNet18, TorchvisionNetwork])
+@pytest.mark.parametrize("make", [AlexNet, LeNet, PreActResNet18, torchvision_network])
 def test_networks_train_with_projection_and_merge(make):
     torch.manual_seed(0)
     merge = BecameMergePlugin()
