@@ -146,12 +146,12 @@ class Branching(BecameMergePlugin):
             self.middle = interpolate(theta_gp, snapshot(strategy), 0.5, 0.5)
         self._merge(strategy, theta_previous, theta_gp, 0)
         if self.trial.refit:
-            self.refit(strategy, run, theta_previous)
+            self.refit(strategy, run)
         for stage in range(self.trial.after):
             run(3 + stage)
 
-    def refit(self, strategy: Any, run: Callable[[int], None], theta_previous: Any) -> None:
-        others = [p for name, p in trainable(strategy).items() if self.old_precision(name)]
+    def refit(self, strategy: Any, run: Callable[[int], None]) -> None:
+        others = [p for name, p in trainable(strategy).items() if name in self.known]
         epochs = strategy.train_epochs
         with self._free_training(strategy):
             try:
@@ -163,9 +163,6 @@ class Branching(BecameMergePlugin):
                 strategy.train_epochs = epochs
                 for parameter in others:
                     parameter.requires_grad_(True)
-
-    def old_precision(self, name: str) -> bool:
-        return name in self.known
 
     def _merge(self, strategy: Any, theta_previous: Any, theta_gp: Any, workers: int) -> None:
         self.known = {name for name, diagonal in self.precision.items() if diagonal.any()}

@@ -181,7 +181,8 @@ def benchmark_of(
 
     :param train: images and labels of each task; likewise the others.
     :param transform: bytes to floats.
-    :param augment: bytes to bytes, on the training stream while it is trained on.
+    :param augment: bytes to bytes, on the training stream while it is trained on. A transform group that a user adds
+        takes its place.
     """
 
     def task(images: Images, label: int, training: bool) -> ImageTask:

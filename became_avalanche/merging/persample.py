@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from became_avalanche.subspace.layers import Layer, input_columns
 
@@ -93,6 +94,7 @@ def refuse_unrecorded(calls: Sequence[Call], loss: Tensor, parameters: Mapping[s
             )
 
 
+@torch.no_grad()
 def _sum_of_squares(parameter: Tensor, uses: list[tuple[str, Call, Tensor]]) -> Tensor:
     """Of one parameter, all of whose uses by a sample add up before they are squared."""
     samples = len(uses[0][1].x)
@@ -129,7 +131,7 @@ def _per_sample(own: str, call: Call, gradient: Tensor, part: slice) -> Tensor:
     module, x, gradient = call.module, call.x[part], gradient[part]
     if isinstance(module, Layer) and type(module) in Layer.__args__:
         return _of_layer(module, own, x, gradient)
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
         return _of_batch_norm(module, own, x, gradient)
     return _of_any(module, own, x, gradient)
 
@@ -145,7 +147,7 @@ def _of_layer(layer: Layer, own: str, x: Tensor, gradient: Tensor) -> Tensor:
     return (outputs @ columns).reshape(samples, *layer.weight.shape)
 
 
-def _of_batch_norm(norm: nn.modules.batchnorm._BatchNorm, own: str, x: Tensor, gradient: Tensor) -> Tensor:
+def _of_batch_norm(norm: _BatchNorm, own: str, x: Tensor, gradient: Tensor) -> Tensor:
     """With running statistics, scale and shift of each channel."""
     if own == "weight":
         gradient = gradient * F.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps)
@@ -167,5 +169,5 @@ def _of_any(module: nn.Module, own: str, x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _couples_samples(module: nn.Module) -> bool:
-    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    batch_norm = isinstance(module, _BatchNorm)
     return batch_norm and (module.training or module.running_mean is None)
