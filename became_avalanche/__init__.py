@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from became_avalanche.benchmarks.cifar import cifar100_superclass, split_cifar100
     from became_avalanche.benchmarks.digits import permuted_digits, split_digits
+    from became_avalanche.benchmarks.five import five_datasets
+    from became_avalanche.benchmarks.imagenet import split_miniimagenet, split_tinyimagenet
+    from became_avalanche.benchmarks.tensors import image_stream
     from became_avalanche.logging.wandb import WandBLogger
     from became_avalanche.merging.fisher import Fisher
     from became_avalanche.merging.rules import Merge
@@ -29,18 +32,21 @@ if TYPE_CHECKING:
     from became_avalanche.plugins.merge import BecameMergePlugin, MergeRecord
     from became_avalanche.plugins.nscl import LaterRatePlugin, NSCLPlugin, nscl_groups
     from became_avalanche.plugins.owm import OWMPlugin
-    from became_avalanche.plugins.plateau import PlateauPlugin
+    from became_avalanche.plugins.plateau import PlateauPlugin, TrainingPlateauPlugin
     from became_avalanche.plugins.projection import GradientProjectionPlugin
     from became_avalanche.plugins.sgp import SGPPlugin
     from became_avalanche.plugins.stages import StagedPlugin
     from became_avalanche.plugins.trgp import TRGPPlugin
+    from became_avalanche.runs.catalogue import find_benchmark
     from became_avalanche.runs.figures import path_figure
+    from became_avalanche.runs.presets import BenchmarkPreset, NSCLRecipe, Recipe
     from became_avalanche.runs.train import RunResult, train
 
 _HOMES = {
     "AccuracyMatrix": "metrics.accuracy",
     "AlexNet": "models.alexnet",
     "BecameMergePlugin": "plugins.merge",
+    "BenchmarkPreset": "runs.presets",
     "ConnectorPlugin": "plugins.connector",
     "EqualTrainingPlugin": "plugins.control",
     "Fisher": "merging.fisher",
@@ -54,23 +60,31 @@ _HOMES = {
     "MultiHeadMLP": "models.mlp",
     "MultiHeadNetwork": "models.multihead",
     "NSCLPlugin": "plugins.nscl",
+    "NSCLRecipe": "runs.presets",
     "OWMPlugin": "plugins.owm",
     "PathScan": "metrics.path",
     "PlateauPlugin": "plugins.plateau",
     "PreActResNet18": "models.preact_resnet",
+    "Recipe": "runs.presets",
     "ReducedResNet18": "models.resnet",
     "RunResult": "runs.train",
     "SGPPlugin": "plugins.sgp",
     "StagedPlugin": "plugins.stages",
     "TRGPPlugin": "plugins.trgp",
+    "TrainingPlateauPlugin": "plugins.plateau",
     "WandBLogger": "logging.wandb",
     "cifar100_superclass": "benchmarks.cifar",
+    "find_benchmark": "runs.catalogue",
+    "five_datasets": "benchmarks.five",
+    "image_stream": "benchmarks.tensors",
     "nscl_groups": "plugins.nscl",
     "path_figure": "runs.figures",
     "permuted_digits": "benchmarks.digits",
     "scan_path": "metrics.path",
     "split_cifar100": "benchmarks.cifar",
     "split_digits": "benchmarks.digits",
+    "split_miniimagenet": "benchmarks.imagenet",
+    "split_tinyimagenet": "benchmarks.imagenet",
     "train": "runs.train",
 }
 
@@ -78,6 +92,7 @@ __all__ = [
     "AccuracyMatrix",
     "AlexNet",
     "BecameMergePlugin",
+    "BenchmarkPreset",
     "ConnectorPlugin",
     "EqualTrainingPlugin",
     "Fisher",
@@ -91,23 +106,31 @@ __all__ = [
     "MultiHeadMLP",
     "MultiHeadNetwork",
     "NSCLPlugin",
+    "NSCLRecipe",
     "OWMPlugin",
     "PathScan",
     "PlateauPlugin",
     "PreActResNet18",
+    "Recipe",
     "ReducedResNet18",
     "RunResult",
     "SGPPlugin",
     "StagedPlugin",
     "TRGPPlugin",
+    "TrainingPlateauPlugin",
     "WandBLogger",
     "cifar100_superclass",
+    "find_benchmark",
+    "five_datasets",
+    "image_stream",
     "nscl_groups",
     "path_figure",
     "permuted_digits",
     "scan_path",
     "split_cifar100",
     "split_digits",
+    "split_miniimagenet",
+    "split_tinyimagenet",
     "train",
 ]
 

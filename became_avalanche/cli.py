@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from became_avalanche.runs.train import RunResult
 
 
+DATA = click.option(
+    "--data", default="data", show_default=True, type=click.Path(path_type=Path), help="Folder of data sets."
+)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="became-avalanche")
 def became() -> None:
@@ -21,12 +26,26 @@ def became() -> None:
 
 
 @became.command()
-@click.option("--benchmark", default="split-digits", show_default=True, help="split-digits or permuted-digits.")
+@click.option("--benchmark", default="split-digits", show_default=True, help="A name; `became presets` lists them.")
 @click.option("--methods", help="Comma-separated names, such as gpm,gpm-2x,gpm+became. Default: all of the usual ones.")
+@click.option("--tasks", type=int, help="Learn only so many tasks.")
+@click.option("--epochs", type=int, help="Train each stage for at most so many epochs.")
+@DATA
+@click.option("--device", default="cpu", show_default=True, help="Where to train: cpu, cuda, ...")
 @click.option("--seeds", default=2, show_default=True, type=click.IntRange(1, 1000), help="Runs per method.")
 @click.option("--out", default="runs/compare", show_default=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--wandb", metavar="PROJECT", help="Also log each run to this Weights & Biases project.")
-def compare(benchmark: str, methods: str | None, seeds: int, out: Path, wandb: str | None) -> None:
+def compare(
+    benchmark: str,
+    methods: str | None,
+    tasks: int | None,
+    epochs: int | None,
+    data: Path,
+    device: str,
+    seeds: int,
+    out: Path,
+    wandb: str | None,
+) -> None:
     """Train several methods on a benchmark and show how they compare.
 
     Prints a table of ACC and BWT and writes results.json, table.csv and comparison.png. An interrupted comparison goes
@@ -34,24 +53,52 @@ def compare(benchmark: str, methods: str | None, seeds: int, out: Path, wandb: s
     """
     _make_writable(out)
     _quiet()
+    from became_avalanche.runs.catalogue import find_benchmark
     from became_avalanche.runs.compare import Comparison
     from became_avalanche.runs.methods import COMPARED, METHODS
     from became_avalanche.runs.names import look_up
-    from became_avalanche.runs.presets import find_benchmark
 
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())) if methods else COMPARED
     try:
-        preset = find_benchmark(benchmark)
+        preset = find_benchmark(benchmark).scaled(tasks, epochs).at(data)
         for name in names:
             look_up("method", name, METHODS)
-    except ValueError as error:
+        if preset.data:
+            preset.open(0)  # what is wrong with the data is said before anything is trained
+    except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from None
     if not names:
         raise click.UsageError("--methods names no method")
     comparison = Comparison(preset, names, seeds, out)
     comparison.resume()
-    _train_all(comparison, wandb)
+    _train_all(comparison, device, wandb)
     _show(comparison)
+
+
+@became.command()
+@click.argument("name", required=False)
+def presets(name: str | None) -> None:
+    """List the benchmarks, or show all settings of the one called NAME."""
+    _quiet()
+    from became_avalanche.runs.catalogue import BENCHMARKS, find_benchmark
+    from became_avalanche.runs.describe import list_presets, show_preset
+
+    try:
+        click.echo(list_presets(BENCHMARKS.values()) if name is None else show_preset(find_benchmark(name)))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+@became.command()
+@DATA
+def data(data: Path) -> None:
+    """List the data sets of the benchmarks: which are there and whole, and what to do about the others."""
+    _quiet()
+    from became_avalanche.runs.catalogue import SOURCES
+    from became_avalanche.runs.describe import describe_source
+
+    for source in SOURCES:
+        click.echo(describe_source(source, data))
 
 
 def main() -> None:
@@ -83,21 +130,22 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="no QP solver found")
 
 
-def _train_all(comparison: Comparison, wandb: str | None) -> None:
+def _train_all(comparison: Comparison, device: str, wandb: str | None) -> None:
     import torch
 
     from became_avalanche.runs.progress import Progress
     from became_avalanche.runs.train import train
 
-    torch.set_num_threads(1)  # the networks are so small that further threads only wait, and numbers depend on them
+    if not comparison.preset.data:  # networks are so small that further threads only wait, and numbers depend on them
+        torch.set_num_threads(1)
     progress = Progress(comparison)
 
     def run(method: str, seed: int) -> RunResult:
         progress.begin(method, seed)
         if wandb is None:
-            result = train(comparison.preset, method, seed, plugins=[progress])
+            result = train(comparison.preset, method, seed, device=device, plugins=[progress])
         else:
-            result = _train_logged(comparison, method, seed, wandb, progress)
+            result = _train_logged(comparison, method, seed, device, wandb, progress)
         progress.end(result)
         return result
 
@@ -110,7 +158,9 @@ def _train_all(comparison: Comparison, wandb: str | None) -> None:
         sys.exit(130)
 
 
-def _train_logged(comparison: Comparison, method: str, seed: int, project: str, progress: Progress) -> RunResult:
+def _train_logged(
+    comparison: Comparison, method: str, seed: int, device: str, project: str, progress: Progress
+) -> RunResult:
     """A run that also goes to Weights & Biases."""
     import numpy as np
     from avalanche.evaluation.metrics import loss_metrics
@@ -131,6 +181,7 @@ def _train_logged(comparison: Comparison, method: str, seed: int, project: str, 
             comparison.preset,
             method,
             seed,
+            device=device,
             plugins=[progress],
             loggers=[logger],
             metrics=[loss_metrics(epoch=True)],
@@ -150,7 +201,7 @@ def _show(comparison: Comparison) -> None:
     picture = comparison.folder / "comparison.png"
     comparison_figure(comparison).savefig(picture, dpi=150)
     seeds = "one seed" if comparison.seeds == 1 else f"{comparison.seeds} seeds, mean ± standard deviation"
-    click.echo(f"\n{comparison.preset.name}, {seeds}\n")
+    click.echo(f"\n{comparison.preset.title}, {seeds}\n")
     click.echo(text_table(comparison.rows(), bold=lambda text: click.style(text, bold=True)))
     if comparison.gains():
         click.echo(f"\n{text_gains(comparison.gains())}")

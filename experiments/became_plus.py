@@ -28,8 +28,9 @@ from became_avalanche import AlexNet, BecameMergePlugin, Fisher, MultiHeadMLP, s
 from became_avalanche.merging.fisher import Batch
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
+from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
 from became_avalanche.runs.compare import Spread
-from became_avalanche.runs.presets import BENCHMARKS, BenchmarkPreset, Recipe
+from became_avalanche.runs.presets import BenchmarkPreset, Recipe
 
 RESULTS = Path(__file__).parent / "results" / "became-plus"
 
@@ -244,7 +245,7 @@ def run_seed(preset: BenchmarkPreset, names: list[str], seed: int, forks: Forks,
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("benchmark", choices=[*BENCHMARKS, "split-cifar100"])
+    parser.add_argument("benchmark", choices=[*(preset.name for preset in EMBEDDED), "split-cifar100"])
     parser.add_argument("--data", help="folder with cifar-100-python")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trials", type=lambda names: names.split(";"), help="separated by semicolons; default: all")

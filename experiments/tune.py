@@ -23,7 +23,7 @@ from statistics import mean
 
 import torch
 
-from became_avalanche.runs.presets import BENCHMARKS
+from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
 from became_avalanche.runs.train import train
 
 SEEDS = {"split-digits": (100, 101, 102), "permuted-digits": (100,)}  # 36 and 180 validation images per task
@@ -86,7 +86,7 @@ def tune(name: str, methods: list[str], pool: ProcessPoolExecutor) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("benchmarks", nargs="*", default=list(BENCHMARKS))
+    parser.add_argument("benchmarks", nargs="*", default=[preset.name for preset in EMBEDDED])
     parser.add_argument("--methods", type=lambda names: names.split(","), default=[])
     arguments = parser.parse_args()
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:

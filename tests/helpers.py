@@ -1,6 +1,7 @@
 """Small streams, models and strategies for the tests of the plugins."""
 
 import io
+from contextlib import contextmanager
 
 import torch
 from avalanche.benchmarks import benchmark_from_datasets, with_classes_timeline
@@ -197,3 +198,24 @@ class Stages:
     def note_end(self, strategy):
         if strategy.clock.train_exp_epochs == strategy.train_epochs - 1:
             self.ends.append(weights(strategy.model))
+
+
+@contextmanager
+def harmed(path, aside, content=None):
+    """A file or folder that is missing for a while, or has other content: bytes, or a function of what it has.
+
+    :param aside: where it is meanwhile.
+    """
+    path.rename(aside)
+    try:
+        if content is not None:
+            path.write_bytes(content(aside.read_bytes()) if callable(content) else content)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        aside.rename(path)
+
+
+def half(content):
+    """The first half of a file."""
+    return content[: len(content) // 2]

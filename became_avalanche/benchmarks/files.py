@@ -1,10 +1,72 @@
-"""Data files from elsewhere, opened without trust."""
+"""Data sets on disk: what is there is used, what is not is downloaded if it can be, and files are opened without trust.
+
+Loaders raise FileNotFoundError for what is missing and ValueError for what is damaged, and say what to do.
+"""
 
 from __future__ import annotations
 
+import gzip
 import pickle
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+Array = NDArray[Any]
+
+ANEW = "delete it and get it anew"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set in the folder of data sets."""
+
+    name: str
+    places: tuple[str, ...]
+    """Where it may be; the first is where it is put."""
+    check: Callable[[Path], int]
+    """The number of training images in this place; a ValueError if it is not whole."""
+    origin: str
+    """Which files, and where from."""
+    download: Callable[[Path], object] | None = None
+    """Into this place."""
+
+    def place(self, root: Path) -> Path | None:
+        """Where it is, if it is there."""
+        return next((root / place for place in self.places if (root / place).exists()), None)
+
+    def get(self, root: Path) -> Path:
+        """Where it is, after a download if need be."""
+        found = self.place(root)
+        if found is not None:
+            return found
+        goal = root / self.places[0]
+        failure = ""
+        if self.download is not None:
+            try:
+                self.download(goal)
+                return goal
+            except (URLError, OSError, RuntimeError) as error:
+                failure = f" and could not be downloaded ({error})"
+        raise FileNotFoundError(f"{self.name} is missing{failure}; {self.advice(root)}")
+
+    def advice(self, root: Path) -> str:
+        """What to do where it is missing."""
+        return f"get {self.origin}, so that {root / self.places[0]} is there"
+
+
+# ------------------------------------------------------------------------------------------------------------ pickles
 
 _ARRAYS = {
     ("_codecs", "encode"),
@@ -12,6 +74,8 @@ _ARRAYS = {
     ("numpy", "ndarray"),
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "scalar"),
 }
 """What a pickle of plain values and numpy arrays needs."""
 
@@ -28,7 +92,83 @@ def load_pickle(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             return _ArraysOnly(file, encoding="latin1").load()
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, and other files of the data set are there; {ANEW}") from None
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a sound data file: {error or 'it ends too early'}; delete it and get it anew"
-        ) from error
+        raise ValueError(f"{path} is not a sound data file: {error or 'it ends too early'}; {ANEW}") from error
+
+
+def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
+    """Arrays by their keys in a pickle, of which the first are images."""
+    content = load_pickle(path)
+    try:
+        arrays = tuple(np.asarray(content[key]) for key in keys)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"{path} is not the expected file: it has no arrays {', '.join(keys)}; {ANEW}") from error
+    if arrays[0].dtype != np.uint8:
+        raise ValueError(f"{path} is not the expected file: its images are {arrays[0].dtype}, not bytes; {ANEW}")
+    return arrays
+
+
+# ---------------------------------------------------------------------------------------------------------- idx files
+
+
+def load_idx(folder: Path, name: str) -> Tensor:
+    """Bytes from an idx file, MNIST's own format, as it is or as ``.gz``."""
+    path = folder / name
+    if not path.exists():
+        path = folder / f"{name}.gz"
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read()
+        zero, kind, dimensions = struct.unpack_from(">HBB", content)
+        shape = struct.unpack_from(f">{dimensions}I", content, 4)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is not whole: {name} is missing, with and without .gz; {ANEW}") from None
+    except (EOFError, OSError, struct.error) as error:
+        raise ValueError(f"{path} is not a sound idx file: {error}; {ANEW}") from error
+    start = 4 + 4 * dimensions
+    if zero != 0 or kind != 8 or len(content) != start + prod(shape):
+        raise ValueError(f"{path} is not a whole idx file of bytes: it has {len(content)} bytes; {ANEW}")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+
+
+# ---------------------------------------------------------------------------------------------------- folders of images
+
+IMAGES = {".jpeg", ".jpg", ".png"}
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder, by name."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGES)
+
+
+def refuse_unequal(folder: Path, counts: Sequence[int], classes: int, tolerance: float = 0.0) -> None:
+    """Raise a ValueError unless there are so many classes of equally many images: others are not wholly unpacked."""
+    if len(counts) != classes or not min(counts) or min(counts) < (1 - tolerance) * max(counts):
+        found = f"{len(counts)} classes" + (f" of {min(counts)} to {max(counts)} images" if counts else "")
+        raise ValueError(f"{folder} is not whole: it has {found}, and {classes} of equal size are expected; {ANEW}")
+
+
+def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
+    """Image files as bytes (n, channels, size, size), with a progress bar on a terminal.
+
+    :param mode: of PIL: ``RGB`` or ``L``.
+    """
+
+    def one(path: Path) -> Tensor:
+        try:
+            with Image.open(path) as file:
+                image = file.convert(mode)
+            if image.size != (size, size):
+                image = image.resize((size, size), Image.Resampling.BILINEAR)
+            return torch.from_numpy(np.array(image)).reshape(size, size, -1).permute(2, 0, 1)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{path} is not a sound image: {error}; {ANEW}") from error
+
+    images = torch.empty(len(paths), len(mode), size, size, dtype=torch.uint8)
+    with ThreadPoolExecutor() as pool, tqdm(total=len(paths), desc=f"reading {name}", disable=None, leave=False) as bar:
+        for i, image in enumerate(pool.map(one, paths)):
+            images[i] = image
+            bar.update()
+    return images

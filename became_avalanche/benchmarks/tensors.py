@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from avalanche.benchmarks.scenarios import GenericCLScenario
@@ -174,19 +174,19 @@ def benchmark_of(
     train: Sequence[Images],
     valid: Sequence[Images],
     test: Sequence[Images],
-    transform: Transform,
+    transforms: Sequence[Transform],
     augment: Transform | None = None,
 ) -> GenericCLScenario:
     """An Avalanche benchmark with a task label for each task, and a stream ``valid`` if there is any.
 
     :param train: images and labels of each task; likewise the others.
-    :param transform: bytes to floats.
+    :param transforms: bytes to floats, for each task.
     :param augment: bytes to bytes, on the training stream while it is trained on. A transform group that a user adds
         takes its place.
     """
 
     def task(images: Images, label: int, training: bool) -> ImageTask:
-        tensor = ImageTensor(images, transform, augment if training else None)
+        tensor = ImageTensor(images, transforms[label], augment if training else None)
         attributes = [
             DataAttribute(tensor.targets.tolist(), "targets"),
             DataAttribute(ConstantSequence(label, len(tensor)), "targets_task_labels", use_in_getitem=True),
@@ -203,24 +203,35 @@ def benchmark_of(
     )
 
 
+class StreamOptions(TypedDict, total=False):
+    """Options that all streams of images have; see ``image_stream``."""
+
+    protocol: Literal["gpm", "nscl"]
+    task_order: Sequence[int] | None
+    device: str | torch.device
+
+
 def image_stream(
     train: Sequence[Images],
     test: Sequence[Images],
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    protocol: str = "gpm",
+    transforms: Sequence[Transform],
     seed: int = 0,
+    *,
+    protocol: Literal["gpm", "nscl"] = "gpm",
     task_order: Sequence[int] | None = None,
+    device: str | torch.device = "cpu",
 ) -> GenericCLScenario:
     """A benchmark by one of the two protocols of the paper.
 
     :param train: images and labels of each task; likewise ``test``.
-    :param mean: of each channel, where 255 is 1; likewise ``std``.
-    :param protocol: ``gpm``, with a random twentieth of each task's training images in a ``valid`` stream and no
-        augmentation, or ``nscl``, with all of them in training, randomly cropped (after a padding of 4) and flipped.
+    :param transforms: bytes to floats, for each task.
     :param seed: which images are kept for validation.
-    :param task_order: the tasks by number, in the order in which they come.
+    :param protocol: ``gpm``, with a random twentieth of each task's training images in a ``valid`` stream and no
+        augmentation, or ``nscl``, with all of them in training, randomly cropped (padding 4) and flipped, and
+        no ``valid`` stream.
+    :param task_order: the tasks by number, in the order in which they come, if not in their natural order.
+    :param device: where the images are kept, and made into batches. On a GPU, train and evaluate with
+        ``pin_memory=False``.
     """
     if protocol not in ("gpm", "nscl"):
         raise ValueError(f"protocol must be 'gpm' or 'nscl'; got {protocol!r}")
@@ -230,8 +241,27 @@ def image_stream(
     valid: Sequence[Images] = []
     if protocol == "gpm":
         train, valid = split_off_validation(train, seed)
-    train, valid, test = ([tasks[t] for t in order] if tasks else [] for tasks in (train, valid, test))
-    return benchmark_of(train, valid, test, normalise(mean, std), crop_and_flip if protocol == "nscl" else None)
+
+    def chosen(tasks: Sequence[Images]) -> list[Images]:
+        return [(tasks[t][0].to(device), tasks[t][1].to(device)) for t in order] if tasks else []
+
+    augment = crop_and_flip if protocol == "nscl" else None
+    return benchmark_of(chosen(train), chosen(valid), chosen(test), [transforms[t] for t in order], augment)
+
+
+def tasks_of(images: Tensor, labels: Tensor, classes: Tensor) -> list[Images]:
+    """Images and labels of each task, given its classes, a row per task: the first class of the row has label 0."""
+    tasks = []
+    for own in classes:
+        chosen = torch.isin(labels, own)
+        tasks.append((images[chosen], (labels[chosen].unsqueeze(1) == own).int().argmax(1)))
+    return tasks
+
+
+def refuse_uneven(n_tasks: int, classes: int, name: str) -> None:
+    """Raise a ValueError if so many tasks cannot have equally many classes."""
+    if n_tasks < 1 or classes % n_tasks:
+        raise ValueError(f"n_tasks must divide the {classes} classes of {name}; got {n_tasks}")
 
 
 def crop_and_flip(images: Tensor, padding: int = 4) -> Tensor:
@@ -260,10 +290,10 @@ def split_off_validation(tasks: Sequence[Images], seed: int, part: float = 0.05)
 
 
 def normalise(mean: Sequence[float], std: Sequence[float]) -> Transform:
-    """Bytes to floats of a given mean and standard deviation per channel, where 255 is 1."""
+    """Bytes to floats of a given mean and standard deviation per channel, where 255 is 1. Grey becomes all channels."""
 
     def transform(images: Tensor) -> Tensor:
         shift, scale = (torch.tensor(values, device=images.device).reshape(-1, 1, 1) for values in (mean, std))
-        return images.float().div_(255).sub_(shift).div_(scale)
+        return images.float().div_(255).sub(shift).div_(scale)
 
     return transform

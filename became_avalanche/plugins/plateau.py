@@ -1,7 +1,8 @@
-"""The recipe of the gradient projection papers: lower the learning rate on a plateau, keep the best weights."""
+"""The recipes of the gradient projection papers: lower the learning rate on a plateau of the loss."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import inf
 from typing import Any
 
@@ -14,7 +15,69 @@ from became_avalanche.plugins.passes import data_pass, experiences_in_training
 from became_avalanche.plugins.weights import restore, snapshot
 
 
-class PlateauPlugin(SupervisedPlugin):
+class _Plateau(SupervisedPlugin, ABC):
+    """Lowers the learning rates whenever a loss has not improved for some epochs, and ends each training in time."""
+
+    def __init__(self, patience: int, factor: float) -> None:
+        super().__init__()
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1 epoch; got {patience}")
+        if not factor > 1:
+            raise ValueError(f"factor divides the learning rate, so it must be above 1; got {factor}")
+        self.patience = patience
+        self.factor = factor
+        self._rates: list[float] = []
+
+    @abstractmethod
+    def loss(self, strategy: SupervisedTemplate) -> float:
+        """What should go down, after an epoch."""
+
+    @abstractmethod
+    def is_last(self, strategy: SupervisedTemplate) -> bool:
+        """Whether training ends on this plateau, instead of going on with a lower rate."""
+
+    def improved(self, strategy: SupervisedTemplate) -> None:
+        """The loss is the lowest so far."""
+
+    def ended(self, strategy: SupervisedTemplate) -> None:
+        """A training has ended."""
+
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._rates = [group["lr"] for group in strategy.optimizer.param_groups]
+        self.on_stage_start(strategy, 1)
+
+    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
+        """Start a training: nothing is best yet."""
+        self._best_loss = inf
+        self._left = self.patience
+
+    def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        loss = self.loss(strategy)
+        ended = strategy.clock.train_exp_epochs == strategy.train_epochs - 1
+        if loss < self._best_loss:
+            self._best_loss, self._left = loss, self.patience
+            self.improved(strategy)
+        else:
+            self._left -= 1
+            if self._left == 0:
+                self._left = self.patience
+                if self.is_last(strategy):
+                    if not ended:  # a stop in the last epoch would end the next experience instead
+                        strategy.stop_training()
+                    ended = True
+                else:
+                    for group in strategy.optimizer.param_groups:
+                        group["lr"] /= self.factor
+        if ended:
+            self.ended(strategy)
+
+    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        # groups that a method adds for an experience come last, before or after this plugin has counted
+        for group, rate in zip(strategy.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+
+
+class PlateauPlugin(_Plateau):
     """Trains until the validation loss has settled, and goes back to the best weights.
 
     After each epoch the loss on the experience of the same index of the benchmark's validation stream is measured. If
@@ -40,59 +103,28 @@ class PlateauPlugin(SupervisedPlugin):
         :param stream: name of the validation stream.
         :param batch_size: batch size of the validation pass.
         """
-        super().__init__()
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1 epoch; got {patience}")
-        if not factor > 1:
-            raise ValueError(f"factor divides the learning rate, so it must be above 1; got {factor}")
+        super().__init__(patience, factor)
         if not lr_min > 0:
             raise ValueError(f"lr_min must be above 0, or training would never end; got {lr_min}")
-        self.patience = patience
-        self.factor = factor
         self.lr_min = lr_min
         self.stream = stream
         self.batch_size = batch_size
         self._datasets: list[Any] = []
-        self._rates: list[float] = []
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._datasets = [self._validation_data(experience) for experience in experiences_in_training(strategy)]
-        self._rates = [group["lr"] for group in strategy.optimizer.param_groups]
-        self.on_stage_start(strategy, 1)
+        super().before_training_exp(strategy, **kwargs)
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """Start a training: nothing is best yet."""
-        self._best_loss, self._best_weights = inf, dict[str, Tensor]()
-        self._left = self.patience
-
-    def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        loss = self.validation_loss(strategy)
-        ended = strategy.clock.train_exp_epochs == strategy.train_epochs - 1
-        if loss < self._best_loss:
-            self._best_loss, self._left = loss, self.patience
-            self._best_weights = snapshot(strategy)
-        else:
-            self._left -= 1
-            if self._left == 0:
-                self._left = self.patience
-                if strategy.optimizer.param_groups[0]["lr"] / self.factor < self.lr_min:
-                    if not ended:  # a stop in the last epoch would end the next experience instead
-                        strategy.stop_training()
-                    ended = True
-                else:
-                    for group in strategy.optimizer.param_groups:
-                        group["lr"] /= self.factor
-        if ended:
-            self._restore_best(strategy)
+        super().on_stage_start(strategy, stage)
+        self._best_weights = dict[str, Tensor]()
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        # groups that a method adds for an experience come last, before or after this plugin has counted
-        for group, rate in zip(strategy.optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate
+        super().after_training_exp(strategy, **kwargs)
         self._datasets, self._best_weights = [], {}
 
     @torch.no_grad()
-    def validation_loss(self, strategy: SupervisedTemplate) -> float:
+    def loss(self, strategy: SupervisedTemplate) -> float:
         """Mean loss over the validation data."""
         total, samples = 0.0, 0
         for dataset in self._datasets:
@@ -102,7 +134,14 @@ class PlateauPlugin(SupervisedPlugin):
                     samples += size
         return total / samples
 
-    def _restore_best(self, strategy: SupervisedTemplate) -> None:
+    def is_last(self, strategy: SupervisedTemplate) -> bool:
+        below: bool = strategy.optimizer.param_groups[0]["lr"] / self.factor < self.lr_min
+        return below
+
+    def improved(self, strategy: SupervisedTemplate) -> None:
+        self._best_weights = snapshot(strategy)
+
+    def ended(self, strategy: SupervisedTemplate) -> None:
         if not self._best_weights:
             raise ValueError(
                 "the validation loss was not a number in any epoch: the training has diverged; lower the learning rate"
@@ -118,3 +157,48 @@ class PlateauPlugin(SupervisedPlugin):
                 "another with stream=..."
             )
         return streams[self.stream][experience.current_experience].dataset
+
+
+class TrainingPlateauPlugin(_Plateau):
+    """Trains until the training loss has settled, which needs no validation data: the recipe of Adam-NSCL in the paper.
+
+    If the mean loss over an epoch's batches, penalties included, has not improved for ``patience`` epochs, the learning
+    rates are divided by ``factor``; when that happens for the ``plateaus``-th time, or after the strategy's
+    ``train_epochs``, training ends with the weights that it has. With a plugin that trains in stages, each stage is
+    such a training.
+    """
+
+    def __init__(self, patience: int = 3, factor: float = 2.0, plateaus: int = 3) -> None:
+        """Init.
+
+        :param patience: epochs without improvement before the learning rate drops.
+        :param factor: by what the learning rate is divided.
+        :param plateaus: training ends at this plateau.
+        """
+        super().__init__(patience, factor)
+        if plateaus < 1:
+            raise ValueError(f"plateaus must be at least 1; got {plateaus}")
+        self.plateaus = plateaus
+
+    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
+        super().on_stage_start(strategy, stage)
+        self._met = 0
+
+    def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._total, self._samples = 0.0, 0
+
+    def after_training_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        size = len(strategy.mb_y)
+        self._total += size * float(strategy.loss.detach())
+        self._samples += size
+
+    def loss(self, strategy: SupervisedTemplate) -> float:
+        """Mean loss over the batches of the epoch."""
+        loss = self._total / self._samples
+        if loss != loss:
+            raise ValueError("the training loss is not a number: the training has diverged; lower the learning rate")
+        return loss
+
+    def is_last(self, strategy: SupervisedTemplate) -> bool:
+        self._met += 1
+        return self._met == self.plateaus

@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from became_avalanche.plugins.merge import MergeRecord
-from became_avalanche.runs.methods import rivals_of, used_strengths
+from became_avalanche.runs.methods import base_of, rivals_of, used_strengths
 from became_avalanche.runs.presets import BenchmarkPreset
 from became_avalanche.runs.train import RunResult
 
@@ -73,6 +73,11 @@ class Comparison:
             "recipe": asdict(preset.recipe),
             "strengths": used_strengths(methods, preset.strengths),
         }
+        own = {method: recipe for method, recipe in preset.recipes.items() if method in map(base_of, methods)}
+        if own:
+            self.settings["recipes"] = {method: asdict(recipe) for method, recipe in own.items()}
+        if preset.budget:
+            self.settings["budget"] = preset.budget
 
     def resume(self) -> None:
         """Take over the runs of an interrupted comparison with the same settings."""

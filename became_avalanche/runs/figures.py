@@ -41,7 +41,8 @@ def comparison_figure(comparison: Comparison) -> Figure:
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=heights).flat
 
     if curves:
-        upper.suptitle("Each task (grey) and their mean (black) as training goes on", fontsize=11)
+        title = f"{comparison.preset.title}\n" if comparison.preset.budget else ""
+        upper.suptitle(f"{title}Each task (grey) and their mean (black) as training goes on", fontsize=11)
         panels = upper.subplots(rows, columns, sharey=True, squeeze=False)
         for axes in panels.flat[len(curves) :]:
             axes.set_axis_off()

@@ -36,8 +36,8 @@ from became_avalanche.runs.names import look_up
 
 Plugins = list[SupervisedPlugin]
 
-Strengths = Mapping[str, float]
-"""Method -> its one setting that is chosen per benchmark, where that is not the default."""
+Strengths = Mapping[str, float | Mapping[str, Any]]
+"""Method -> its setting on a benchmark, where that is not the default: one value, or options of its plugin by name."""
 
 PROJECTIONS: dict[str, list[Callable[..., SupervisedPlugin]]] = {
     "finetune": [],
@@ -48,7 +48,7 @@ PROJECTIONS: dict[str, list[Callable[..., SupervisedPlugin]]] = {
     "nscl": [NSCLPlugin],
     "owm": [OWMPlugin],
 }
-"""Name -> plugin, whose first argument is the strength."""
+"""Name -> plugin, whose first parameter is the strength."""
 
 
 def _merged(rule: str) -> Plugins:
@@ -74,8 +74,9 @@ JOINT = "joint"
 
 
 def _projected(name: str, second: Callable[[], Plugins], strengths: Strengths) -> Plugins:
-    strength = [strengths[name]] if name in strengths else []
-    return [*(make(*strength) for make in PROJECTIONS[name]), *second()]
+    strength = strengths.get(name, {})
+    values, options = ((), strength) if isinstance(strength, Mapping) else ((strength,), {})
+    return [*(make(*values, **options) for make in PROJECTIONS[name]), *second()]
 
 
 def _connector(second: Callable[[], Plugins], strengths: Strengths) -> Plugins:
@@ -84,7 +85,11 @@ def _connector(second: Callable[[], Plugins], strengths: Strengths) -> Plugins:
 
 
 def _baseline(name: str, strengths: Strengths) -> Plugins:
-    return BASELINES[name](strengths[name])
+    if not isinstance(strength := strengths.get(name), (int, float)):
+        raise ValueError(
+            f"{name} has no strength on this benchmark; choose one on validation data and set it in a preset"
+        )
+    return BASELINES[name](strength)
 
 
 METHODS: dict[str, Callable[[Strengths], Plugins]] = {
@@ -136,9 +141,15 @@ def rivals_of(method: str) -> tuple[str, ...]:
     return (base, "nscl-2x" if base == "connector" else f"{base}-2x")
 
 
-def used_strengths(methods: Sequence[str], strengths: Strengths) -> dict[str, float]:
+def base_of(method: str) -> str:
+    """The method whose settings apply: the one without its second stage, and NSCL for Connector."""
+    base = _without_stage(method)
+    return "nscl" if base == "connector" else base
+
+
+def used_strengths(methods: Sequence[str], strengths: Strengths) -> dict[str, float | Mapping[str, Any]]:
     """Those of ``strengths`` that one of ``methods`` depends on."""
-    used = {"nscl" if name == "connector" else name for name in map(_without_stage, methods)}
+    used = set(map(base_of, methods))
     return {name: strength for name, strength in strengths.items() if name in used}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from time import perf_counter
 from typing import Any
 
@@ -16,9 +17,9 @@ from avalanche.training.templates import SupervisedTemplate
 
 from became_avalanche.metrics.accuracy import AccuracyMatrix
 from became_avalanche.plugins.merge import BecameMergePlugin, MergeRecord
-from became_avalanche.plugins.plateau import PlateauPlugin
+from became_avalanche.runs.catalogue import find_benchmark
 from became_avalanche.runs.methods import JOINT, make_plugins
-from became_avalanche.runs.presets import BenchmarkPreset, find_benchmark
+from became_avalanche.runs.presets import BenchmarkPreset
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,15 @@ class RunResult:
     """Mean test accuracy over all tasks at the end."""
     bwt: float | None
     """Mean change in test accuracy of the earlier tasks since each was learned."""
-    valid_acc: float
-    """Mean validation accuracy over all tasks at the end: what settings are chosen by."""
+    valid_acc: float | None
+    """Mean validation accuracy over all tasks at the end, if there are validation data: what settings are chosen by."""
     epochs: list[list[int]]
     """For each task, the epochs of each stage."""
     merges: list[MergeRecord]
     seconds: float
     """Time of training, evaluation left out."""
+    budget: str = ""
+    """To what the benchmark was scaled down, if it was."""
 
     @property
     def total_epochs(self) -> int:
@@ -53,6 +56,8 @@ def train(
     method: str,
     seed: int = 0,
     *,
+    dataset_root: str | PathLike[str] | None = None,
+    device: str | torch.device = "cpu",
     plugins: Sequence[SupervisedPlugin] = (),
     loggers: Sequence[BaseLogger] = (),
     metrics: Sequence[Any] = (),
@@ -62,26 +67,30 @@ def train(
     The seed decides on the tasks, the initial weights and the order of the data: two runs with the same seed give the
     same numbers, whatever ran before.
 
-    :param benchmark: a name (``split-digits``, ``permuted-digits``) or a preset of one's own.
+    :param benchmark: a name (``became presets`` lists them) or a preset, which may be scaled down or one's own.
     :param method: a name, such as ``gpm+became``.
     :param seed: the seed.
+    :param dataset_root: folder of data sets, for a benchmark that needs one (``became data`` lists them).
+    :param device: where to train.
     :param plugins: further plugins, to watch the training.
     :param loggers: Avalanche loggers.
     :param metrics: further Avalanche metrics for the loggers.
     """
     preset = find_benchmark(benchmark) if isinstance(benchmark, str) else benchmark
-    recipe = preset.recipe
+    if dataset_root is not None:
+        preset = preset.at(dataset_root)
+    recipe = preset.recipe_of(method)
     own_plugins = make_plugins(method, preset.strengths)
     RNGManager.set_random_seeds(seed)
-    stream, model = preset.stream(seed), preset.model()
+    stream, model = preset.open(seed, device), preset.model()
     test, valid, epochs = AccuracyMatrix("test"), AccuracyMatrix("valid"), _EpochCounter()
     strategy = (JointTraining if method == JOINT else Naive)(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=recipe.learning_rate),
+        optimizer=recipe.optimizer(model),
         criterion=torch.nn.CrossEntropyLoss(),
         plugins=[
             *own_plugins,
-            PlateauPlugin(recipe.patience, recipe.factor, recipe.lr_min),
+            *recipe.plugins(),
             epochs,
             *plugins,
         ],
@@ -89,6 +98,7 @@ def train(
         train_mb_size=recipe.batch_size,
         train_epochs=recipe.epochs,
         eval_mb_size=64,
+        device=torch.device(device),
     )
 
     seconds = 0.0
@@ -96,11 +106,12 @@ def train(
     steps = [tasks] if method == JOINT else list(tasks)
     for t, step in enumerate(steps, start=1):
         start = perf_counter()
-        strategy.train(step)
+        strategy.train(step, pin_memory=False)
         seconds += perf_counter() - start
         seen = len(tasks) if method == JOINT else t
-        strategy.eval(stream.test_stream[:seen])
-        strategy.eval(stream.valid_stream[:seen])
+        for name in ("test", "valid"):
+            if name in stream.streams:
+                strategy.eval(stream.streams[name][:seen], pin_memory=False)
 
     return RunResult(
         benchmark=preset.name,
@@ -109,10 +120,11 @@ def train(
         accuracy=[[_measured(value) for value in row] for row in test.result().tolist()],
         acc=test.acc,
         bwt=_measured(test.bwt),
-        valid_acc=valid.acc,
+        valid_acc=_measured(valid.acc),
         epochs=epochs.epochs,
         merges=[record for p in own_plugins if isinstance(p, BecameMergePlugin) for record in p.merges],
         seconds=seconds,
+        budget=preset.budget,
     )
 
 

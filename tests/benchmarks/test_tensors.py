@@ -37,7 +37,7 @@ TEST = [images(9, 2), images(9, 3)]
 
 
 def fast(augment=None):
-    return benchmark_of(TASKS, TEST, TEST, TRANSFORM, augment)
+    return benchmark_of(TASKS, TEST, TEST, [TRANSFORM] * 2, augment)
 
 
 def slow():
@@ -173,7 +173,7 @@ def test_validation_is_split_off_by_the_seed():
 
 
 def test_there_is_no_validation_stream_without_data():
-    assert set(benchmark_of(TASKS, [], TEST, TRANSFORM).streams) == {"train", "test"}
+    assert set(benchmark_of(TASKS, [], TEST, [TRANSFORM] * 2).streams) == {"train", "test"}
 
 
 def test_crops_are_parts_of_the_padded_image_or_of_its_mirror():
@@ -197,13 +197,14 @@ def test_crops_are_parts_of_the_padded_image_or_of_its_mirror():
 
 
 def test_tasks_come_in_the_order_asked_for():
-    options = {"mean": (0, 0), "std": (1, 1)}
-    benchmark = image_stream(TASKS, TEST, task_order=[1, 0], **options)
+    transforms = [normalise((0, 0), (1, 1)), normalise((0, 0), (2, 2))]
+    benchmark = image_stream(TASKS, TEST, transforms, task_order=[1, 0])
     assert [len(e.dataset) for e in benchmark.train_stream] == [29, 23]
-    alone = image_stream(TASKS, TEST, task_order=[1], **options)
+    alone = image_stream(TASKS, TEST, transforms, task_order=[1])
     assert list(alone.valid_stream[0].dataset.targets) == list(benchmark.valid_stream[0].dataset.targets)
+    assert torch.equal(alone.test_stream[0].dataset[4][0], TEST[1][0][4] / 255 / 2)  # the transform goes with its task
     for order in ([0, 0], [2], []):
         with pytest.raises(ValueError, match="task_order must name tasks from 0 to 1"):
-            image_stream(TASKS, TEST, task_order=order, **options)
+            image_stream(TASKS, TEST, transforms, task_order=order)
     with pytest.raises(ValueError, match="'gpm' or 'nscl'; got 'other'"):
-        image_stream(TASKS, TEST, protocol="other", **options)
+        image_stream(TASKS, TEST, transforms, protocol="other")

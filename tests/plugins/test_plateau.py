@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from became_avalanche import BecameMergePlugin, EqualTrainingPlugin, GPMPlugin, PlateauPlugin
+from became_avalanche import BecameMergePlugin, EqualTrainingPlugin, GPMPlugin, PlateauPlugin, TrainingPlateauPlugin
 from tests.helpers import Spy, assert_same_weights, blobs, mlp, naive, weights
 
 
@@ -36,7 +36,7 @@ class Scripted(PlateauPlugin):
         super().__init__(*args)
         self.script = iter(losses)
 
-    def validation_loss(self, strategy):
+    def loss(self, strategy):
         return next(self.script)
 
 
@@ -106,7 +106,7 @@ def test_loss_is_that_of_the_validation_experience_of_the_same_index():
         data = [experience.dataset[i] for i in range(len(experience.dataset))]
         x, y = torch.stack([d[0] for d in data]), torch.tensor([d[1] for d in data])
         before = torch.get_rng_state()
-        loss = plugin.validation_loss(strategy)
+        loss = plugin.loss(strategy)
         assert torch.equal(before, torch.get_rng_state())
         with torch.no_grad():
             expected = F.cross_entropy(strategy.model(x, torch.full((len(x),), data[0][2])), y)
@@ -171,6 +171,80 @@ def test_nonsense_is_refused(arguments, message):
 def test_missing_stream_is_named():
     with pytest.raises(ValueError, match=r"needs a stream 'dev'.*only test, train, valid"):
         naive(mlp(), [PlateauPlugin(stream="dev")]).train(blobs().train_stream)
+
+
+class ScriptedTraining(TrainingPlateauPlugin):
+    """Sees the training losses of a script."""
+
+    def __init__(self, losses, *args):
+        super().__init__(*args)
+        self.script = iter(losses)
+
+    def loss(self, strategy):
+        return next(self.script)
+
+
+@given(
+    losses=st.lists(st.integers(0, 20), min_size=1, max_size=25),
+    patience=st.integers(1, 3),
+    plateaus=st.integers(1, 3),
+)
+def test_training_ends_at_the_given_plateau_of_the_training_loss(losses, patience, plateaus):
+    model, watch = mlp(), Watch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    plugin = ScriptedTraining(losses, patience, 2, plateaus)
+    strategy = naive(model, [plugin, watch.plugin], optimizer, train_epochs=len(losses), train_mb_size=50)
+    strategy.train(blobs(n_tasks=1).train_stream)
+    best, bad, met, rates = math.inf, 0, 0, []
+    for loss in losses:
+        rates.append(0.2 / 2**met)
+        bad = 0 if loss < best else bad + 1
+        best = min(best, loss)
+        if bad == patience:
+            bad, met = 0, met + 1
+        if met == plateaus:
+            break
+    assert watch.rates[: len(rates)] == pytest.approx(rates)
+    assert len(watch.states) == len(rates)
+    assert_same_weights(watch.states[-1], weights(model))  # the last ones, not the best
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_each_stage_ends_by_its_training_loss():
+    stages = []
+    plugin = ScriptedTraining([3, 2, 2, 2] * 3, 1, 2, 2)
+    spy = Spy(on_stage_start=lambda s, stage: stages.append(0), after_training_epoch=lambda s: count(stages))
+
+    def count(stages):
+        stages[-1] += 1
+
+    naive(mlp(), [plugin, GPMPlugin(), BecameMergePlugin(), spy], train_epochs=9).train(blobs(n_tasks=2).train_stream)
+    assert stages == [4, 4, 4]
+
+
+def test_training_loss_is_the_mean_over_the_samples_of_the_epoch_with_penalties():
+    plugin, seen, losses = TrainingPlateauPlugin(), [], []
+
+    def penalise(strategy):
+        strategy.loss += 2
+
+    spy = Spy(
+        before_backward=penalise,
+        after_training_iteration=lambda s: losses.append((float(s.loss), len(s.mb_y))),
+        after_training_epoch=lambda s: seen.append(plugin.loss(s)),
+    )
+    naive(mlp(), [spy, plugin], train_epochs=1, train_mb_size=15).train(blobs(n_tasks=1).train_stream)
+    assert [size for _, size in losses] == [15, 15, 10]
+    assert seen == pytest.approx([sum(loss * size for loss, size in losses) / 40])
+    assert seen[0] > 2
+
+
+def test_a_training_loss_that_is_not_a_number_is_an_error():
+    spy = Spy(before_backward=lambda s: s.loss.mul_(math.nan))
+    with pytest.raises(ValueError, match="training loss is not a number"):
+        naive(mlp(), [spy, TrainingPlateauPlugin()]).train(blobs(n_tasks=1).train_stream)
+    with pytest.raises(ValueError, match="plateaus must be at least 1; got 0"):
+        TrainingPlateauPlugin(plateaus=0)
 
 
 def test_divergence_is_an_error():

@@ -307,7 +307,7 @@ def test_best_weights_and_their_scales_belong_together():
     class Scripted(PlateauPlugin):
         losses = iter([1.0, 0.5, 2.0] * 2)
 
-        def validation_loss(self, strategy):
+        def loss(self, strategy):
             return next(self.losses)
 
     def keep(strategy):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from became_avalanche.merging.rules import RULES
 from became_avalanche.plugins.merge import MergeRecord
+from became_avalanche.runs.catalogue import BENCHMARKS
 from became_avalanche.runs.compare import Comparison, Spread, text_gains, text_table
 from became_avalanche.runs.figures import comparison_figure, run_figure
-from became_avalanche.runs.presets import BENCHMARKS
 from became_avalanche.runs.train import RunResult
 from tests import oracles
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from became_avalanche import train
+from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
 from became_avalanche.runs.methods import (
     BASELINES,
     COMPARED,
@@ -17,7 +18,7 @@ from became_avalanche.runs.methods import (
     rivals_of,
     used_strengths,
 )
-from became_avalanche.runs.presets import BENCHMARKS, Recipe
+from became_avalanche.runs.presets import Recipe
 from tests import oracles
 from tests.helpers import Spy, blobs, mlp, weights
 
@@ -92,7 +93,7 @@ def test_names():
         train("xyz", "gpm")
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", [preset.name for preset in EMBEDDED])
 def test_settings_are_the_ones_that_were_chosen_on_validation_data(name):
     record = json.loads((Path(__file__).parents[2] / "experiments" / "tuning" / f"{name}.json").read_text())
     preset = BENCHMARKS[name]
@@ -133,6 +134,13 @@ def test_the_whole_family_by_name():
     assert rivals_of("connector+became") == ("connector", "nscl-2x")
     assert rivals_of("owm") == ()
     assert rivals_of("finetune+became") == ("finetune",)
+
+
+def test_strengths_may_be_options_by_name():
+    (plugin,) = make_plugins("sgp", {"sgp": {"alpha": 7, "threshold": 0.5, "n_samples": 3}})
+    assert (plugin.alpha, plugin.threshold, plugin.n_samples) == (7, 0.5, 3)
+    with pytest.raises(ValueError, match="lwf has no strength on this benchmark"):
+        make_plugins("lwf", {})
 
 
 @pytest.mark.parametrize("method", ["sgp+became", "trgp-2x", "gpcns", "nscl+became", "owm", "connector+became"])

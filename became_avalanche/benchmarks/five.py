@@ -1,0 +1,259 @@
+"""Five data sets of ten classes, one after the other."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from avalanche.benchmarks.scenarios import GenericCLScenario
+from scipy.io import loadmat
+from scipy.io.matlab import MatReadError
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.datasets import CIFAR10, MNIST, SVHN, FashionMNIST
+
+from became_avalanche.benchmarks.cifar import NORMALISATION
+from became_avalanche.benchmarks.files import (
+    ANEW,
+    Source,
+    decode,
+    image_files,
+    load_idx,
+    pickled_images,
+    refuse_unequal,
+)
+from became_avalanche.benchmarks.tensors import Images, StreamOptions, image_stream, normalise
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Parts = tuple[Images, Images]
+"""Training and test images, of 32 x 32 pixels."""
+
+SIZES = {"cifar10": (50000, 10000), "mnist": (60000, 10000), "svhn": (73257, 26032)}
+"""Training and test images. Fashion-MNIST has as many as MNIST; of notMNIST there are several copies."""
+
+UNREADABLE = {
+    "Q3Jvc3NvdmVyIEJvbGRPYmxpcXVlLnR0Zg==.png",
+    "RGVtb2NyYXRpY2FCb2xkT2xkc3R5bGUgQm9sZC50dGY=.png",
+    "RnJlaWdodERpc3BCb29rSXRhbGljLnR0Zg==.png",
+    "SG90IE11c3RhcmQgQlROIFBvc3Rlci50dGY=.png",
+    "TmlraXNFRi1TZW1pQm9sZEl0YWxpYy5vdGY=.png",
+    "Um9tYW5hIEJvbGQucGZi.png",
+    "VHJhbnNpdCBCb2xkLnR0Zg==.png",
+}
+"""Files of notMNIST that are damaged as published."""
+
+
+class Member(NamedTuple):
+    """One of the five."""
+
+    source: Source
+    load: Callable[[Path], Parts]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def five_datasets(
+    order: Sequence[str] = ("cifar10", "mnist", "svhn", "fashion-mnist", "notmnist"),
+    seed: int = 0,
+    *,
+    dataset_root: str | PathLike[str],
+    **options: Unpack[StreamOptions],
+) -> GenericCLScenario:
+    """CIFAR-10, MNIST, SVHN, Fashion-MNIST and notMNIST as a task of ten classes each, all as 32 x 32 pixels in colour.
+
+    :param order: their names in the order in which they come.
+    :param seed: which images are kept for validation.
+    :param dataset_root: folder with ``cifar-10-batches-py``, ``MNIST/raw``, ``SVHN`` and ``FashionMNIST/raw`` with the
+        files that torchvision keeps, which are downloaded if they are missing, and with ``notMNIST``, either as four
+        idx files or as folders ``A`` to ``J`` of images in ``Train`` and ``Test``.
+    :param options: ``protocol``, ``task_order`` and ``device`` of ``image_stream``.
+    """
+    unknown = set(order) - MEMBERS.keys()
+    if unknown or not order or len(set(order)) != len(order):
+        raise ValueError(f"order must name some of {', '.join(MEMBERS)}, each once at most; got {list(order)}")
+    root = Path(dataset_root)
+    members = [MEMBERS[name] for name in order]
+    places = [member.source.get(root) for member in members]
+    train, test = zip(*(member.load(place) for member, place in zip(members, places, strict=True)), strict=True)
+    return image_stream(train, test, [normalise(member.mean, member.std) for member in members], seed, **options)
+
+
+def _refuse_other_sizes(place: Path, parts: Parts, sizes: tuple[int, int] | None = None) -> Parts:
+    """The parts, unless they have other than ten classes or other numbers of images than they should."""
+    for (images, labels), size in zip(parts, sizes or (None, None), strict=True):
+        if len(images) != len(labels) or len(labels) != (size or len(labels)):
+            raise ValueError(
+                f"{place} is not whole: it has {len(images)} images and {len(labels)} labels"
+                + (f", and {size} are expected" if size else "")
+                + f"; {ANEW}"
+            )
+        if sorted(set(labels.tolist())) != list(range(10)):
+            raise ValueError(f"{place} has other labels than 0 to 9; {ANEW}")
+    return parts
+
+
+@lru_cache(maxsize=1)
+def _cifar10(folder: Path) -> Parts:
+    def part(*names: str) -> Images:
+        files = [pickled_images(folder / name, ("data", "labels")) for name in names]
+        for name, (images, _) in zip(names, files, strict=True):
+            if images.shape[1:] != (3072,):
+                raise ValueError(f"{folder / name} is not a part of CIFAR-10: its images are {images.shape}; {ANEW}")
+        pixels, labels = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*files, strict=True))
+        return pixels.reshape(-1, 3, 32, 32), labels.long()
+
+    parts = part(*(f"data_batch_{k}" for k in range(1, 6))), part("test_batch")
+    return _refuse_other_sizes(folder, parts, SIZES["cifar10"])
+
+
+def _idx(folder: Path, prefix: str) -> Images:
+    images = load_idx(folder, f"{prefix}-images-idx3-ubyte")
+    labels = load_idx(folder, f"{prefix}-labels-idx1-ubyte")
+    if images.shape[1:] != (28, 28) or labels.dim() != 1:
+        raise ValueError(f"{folder} is not like MNIST: its images are {tuple(images.shape[1:])}, not (28, 28); {ANEW}")
+    return _grey(images.unsqueeze(1)), labels.long()
+
+
+def _grey(images: Tensor) -> Tensor:
+    """28 x 28 pixels with a rim of black."""
+    return F.pad(images, [2, 2, 2, 2])
+
+
+@lru_cache(maxsize=2)
+def _mnist(folder: Path) -> Parts:
+    return _refuse_other_sizes(folder, (_idx(folder, "train"), _idx(folder, "t10k")), SIZES["mnist"])
+
+
+@lru_cache(maxsize=1)
+def _svhn(folder: Path) -> Parts:
+    def part(name: str) -> Images:
+        path = folder / f"{name}_32x32.mat"
+        try:
+            content = loadmat(str(path), appendmat=False)
+            images, labels = content["X"], content["y"]
+        except FileNotFoundError:
+            raise ValueError(f"{folder} is not whole: {path.name} is missing; {ANEW}") from None
+        except (ValueError, TypeError, KeyError, OSError, NotImplementedError, MatReadError, zlib.error) as error:
+            raise ValueError(f"{path} is not a sound file of SVHN: {error or 'it ends too early'}; {ANEW}") from error
+        if images.shape[:3] != (32, 32, 3) or images.dtype != np.uint8:
+            raise ValueError(f"{path} is not a file of SVHN: its images are {images.shape} {images.dtype}; {ANEW}")
+        digits = torch.from_numpy(labels.astype(np.int64).reshape(-1))
+        return torch.from_numpy(images.transpose(3, 2, 0, 1).copy()), digits % 10  # a nought is 10 there
+
+    return _refuse_other_sizes(folder, (part("train"), part("test")), SIZES["svhn"])
+
+
+@lru_cache(maxsize=1)
+def _notmnist(folder: Path) -> Parts:
+    raw = next((place for place in (folder, folder / "raw") if any(place.glob("*-ubyte*"))), None)
+    if raw is not None:
+        return _refuse_other_sizes(raw, (_idx(raw, "train"), _idx(raw, "t10k")))
+    parts = []
+    for files in _notmnist_files(folder):
+        labels = torch.arange(10).repeat_interleave(torch.tensor([len(own) for own in files]))
+        parts.append((_grey(decode([path for own in files for path in own], 28, "L", "notMNIST")), labels))
+    return parts[0], parts[1]
+
+
+def _notmnist_files(folder: Path) -> list[list[list[Path]]]:
+    """For training and test, the images of each letter. Letters differ a little in number."""
+    parts = []
+    for name in ("Train", "Test"):
+        if not (folder / name).is_dir():
+            raise ValueError(f"{folder} is not whole: it has neither idx files nor a folder {name}; {ANEW}")
+        letters = sorted(own for own in (folder / name).iterdir() if own.is_dir())
+        files = [[path for path in image_files(own) if path.name not in UNREADABLE] for own in letters]
+        refuse_unequal(folder / name, [len(own) for own in files], 10, tolerance=0.1)
+        parts.append(files)
+    return parts
+
+
+def _check_notmnist(folder: Path) -> int:
+    if (folder / "Train").is_dir():
+        return sum(map(len, _notmnist_files(folder)[0]))
+    return _trained(_notmnist)(folder)
+
+
+def _trained(load: Callable[[Path], Parts]) -> Callable[[Path], int]:
+    return lambda folder: len(load(folder)[0][1])
+
+
+def _torchvision(kind: type[MNIST]) -> Callable[[Path], object]:
+    return lambda goal: kind(str(goal.parents[1]), download=True)
+
+
+def _download_svhn(goal: Path) -> None:
+    for split in ("train", "test"):
+        SVHN(str(goal), split=split, download=True)
+
+
+MEMBERS = {
+    "cifar10": Member(
+        Source(
+            "CIFAR-10",
+            ("cifar-10-batches-py",),
+            _trained(_cifar10),
+            f"cifar-10-python.tar.gz from {CIFAR10.url} and unpack it",
+            lambda goal: CIFAR10(str(goal.parent), download=True),
+        ),
+        _cifar10,
+        **NORMALISATION["gpm"],
+    ),
+    "mnist": Member(
+        Source(
+            "MNIST",
+            ("MNIST/raw",),
+            _trained(_mnist),
+            f"the four files *-ubyte.gz from {MNIST.mirrors[0]}",
+            _torchvision(MNIST),
+        ),
+        _mnist,
+        mean=(0.1,) * 3,
+        std=(0.2752,) * 3,
+    ),
+    "svhn": Member(
+        Source(
+            "SVHN",
+            ("SVHN",),
+            _trained(_svhn),
+            f"train_32x32.mat and test_32x32.mat from {SVHN.split_list['train'][0].rpartition('/')[0]}",
+            _download_svhn,
+        ),
+        _svhn,
+        mean=(0.4377, 0.4438, 0.4728),
+        std=(0.198, 0.201, 0.197),
+    ),
+    "fashion-mnist": Member(
+        Source(
+            "Fashion-MNIST",
+            ("FashionMNIST/raw",),
+            _trained(_mnist),
+            f"the four files *-ubyte.gz from {FashionMNIST.mirrors[0]}",
+            _torchvision(FashionMNIST),
+        ),
+        _mnist,
+        mean=(0.2190,) * 3,
+        std=(0.3318,) * 3,
+    ),
+    "notmnist": Member(
+        Source(
+            "notMNIST",
+            ("notMNIST",),
+            _check_notmnist,
+            "notMNIST_large.tar.gz and notMNIST_small.tar.gz (http://yaroslavvb.blogspot.com/2011/09/notmnist-dataset.html)"
+            " and unpack them as notMNIST/Train and notMNIST/Test, or its four idx files",
+        ),
+        _notmnist,
+        mean=(0.4254,) * 3,
+        std=(0.4501,) * 3,
+    ),
+}
+"""The five, with the constants of the published codes."""

@@ -1,0 +1,208 @@
+"""TinyImageNet and miniImageNet, cut into tasks as in the gradient projection papers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from avalanche.benchmarks.datasets import TinyImagenet
+from avalanche.benchmarks.scenarios import GenericCLScenario
+from torch import Tensor
+
+from became_avalanche.benchmarks.files import (
+    ANEW,
+    Array,
+    Source,
+    decode,
+    image_files,
+    load_pickle,
+    pickled_images,
+    refuse_unequal,
+)
+from became_avalanche.benchmarks.tensors import (
+    Images,
+    StreamOptions,
+    image_stream,
+    normalise,
+    refuse_uneven,
+    tasks_of,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def split_tinyimagenet(
+    n_tasks: int = 25, seed: int = 0, *, dataset_root: str | PathLike[str], **options: Unpack[StreamOptions]
+) -> GenericCLScenario:
+    """TinyImageNet (200 classes, 64 x 64 pixels) in tasks of equally many classes, in the order of their WordNet names.
+
+    Labels start from zero in each task. The ``test`` stream has the official validation images, whose labels are
+    public. Copies with fewer images are fine, as long as all classes have equally many.
+
+    :param n_tasks: number of tasks: 25 in the papers, or another divisor of 200.
+    :param seed: which images are kept for validation.
+    :param dataset_root: folder with ``tiny-imagenet-200``. It is downloaded if it is missing.
+    :param options: ``protocol``, ``task_order`` and ``device`` of ``image_stream``.
+    """
+    refuse_uneven(n_tasks, 200, "TinyImageNet")
+    parts = _tiny(TINY_IMAGENET.get(Path(dataset_root)))
+    train, test = (tasks_of(*part, torch.arange(200).reshape(n_tasks, -1)) for part in parts)
+    return image_stream(train, test, [normalise(MEAN, STD)] * n_tasks, seed, **options)
+
+
+def split_miniimagenet(
+    n_tasks: int = 20, seed: int = 0, *, dataset_root: str | PathLike[str], **options: Unpack[StreamOptions]
+) -> GenericCLScenario:
+    """MiniImageNet (100 classes, 84 x 84 pixels) in tasks of equally many classes in random order.
+
+    Each class has 500 images to train and 100 to test with. Labels start from zero in each task.
+
+    :param n_tasks: number of tasks: 20 in the papers, or another divisor of 100.
+    :param seed: the order of the classes, as in the published codes, and which images are kept for validation.
+    :param dataset_root: folder with ``miniimagenet``, which holds ``train.pkl`` and ``test.pkl`` with ``images`` and
+        ``labels``; or ``mini-imagenet-cache-train.pkl``, ``-val.pkl`` and ``-test.pkl`` with ``image_data`` and
+        ``class_dict``; or a folder of images for each class, directly or in ``train``, ``val`` and ``test``.
+    :param options: ``protocol``, ``task_order`` and ``device`` of ``image_stream``.
+    """
+    refuse_uneven(n_tasks, 100, "miniImageNet")
+    parts = _mini(MINI_IMAGENET.get(Path(dataset_root)))
+    classes = torch.from_numpy(np.random.RandomState(seed).permutation(100)).reshape(n_tasks, -1)
+    train, test = (tasks_of(*part, classes) for part in parts)
+    return image_stream(train, test, [normalise(MEAN, STD)] * n_tasks, seed, **options)
+
+
+# -------------------------------------------------------------------------------------------------------- TinyImageNet
+
+Files = list[list[Path]]
+"""Of each class."""
+
+
+def _tiny_files(folder: Path) -> tuple[Files, Files]:
+    """Training and test images, classes in the order of their names."""
+    try:
+        names = sorted((folder / "wnids.txt").read_text().split())
+        train = [image_files(folder / "train" / name / "images") for name in names]
+        test = _tiny_test(folder / "val", names)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"{folder} is not whole: {error.filename} is missing; {ANEW}") from error
+    for part, files in (("train", train), ("val", test)):
+        refuse_unequal(folder / part, [len(own) for own in files], 200)
+    return train, test
+
+
+def _tiny_test(folder: Path, names: list[str]) -> Files:
+    """As published, all in one folder with a table of their classes, or in a folder for each class, as many do."""
+    table = folder / "val_annotations.txt"
+    if not table.exists():
+        return [image_files(folder / name) for name in names]
+    files: dict[str, list[Path]] = {name: [] for name in names}
+    present = set(image_files(folder / "images"))
+    for line in table.read_text().splitlines():
+        file, name, *_ = [*line.split("\t"), ""]
+        path = folder / "images" / file
+        if path not in present or name not in files:
+            raise ValueError(f"{folder} is not whole: its table has {line!r}, which is not there; {ANEW}")
+        files[name].append(path)
+    return list(files.values())
+
+
+@lru_cache(maxsize=1)
+def _tiny(folder: Path) -> tuple[Images, Images]:
+    train, test = _tiny_files(folder)
+    return _decoded(train, 64, "TinyImageNet"), _decoded(test, 64, "TinyImageNet")
+
+
+def _decoded(files: Files, size: int, name: str) -> Images:
+    labels = torch.arange(len(files)).repeat_interleave(torch.tensor([len(own) for own in files]))
+    return decode([path for own in files for path in own], size, "RGB", name), labels
+
+
+TINY_IMAGENET = Source(
+    name="TinyImageNet",
+    places=("tiny-imagenet-200",),
+    check=lambda folder: sum(map(len, _tiny_files(folder)[0])),
+    origin=f"tiny-imagenet-200.zip from {TinyImagenet.filename[1]} and unpack it",
+    download=lambda goal: TinyImagenet(goal.parent, download=True),
+)
+
+# -------------------------------------------------------------------------------------------------------- miniImageNet
+
+PER_CLASS = 600
+TRAINED = 500
+"""Images of each class to train with; the others are for testing."""
+
+
+@lru_cache(maxsize=1)
+def _mini(folder: Path) -> tuple[Images, Images]:
+    if (folder / "train.pkl").exists() or (folder / "test.pkl").exists():
+        return _mini_part(folder / "train.pkl", TRAINED), _mini_part(folder / "test.pkl", PER_CLASS - TRAINED)
+    if list(folder.glob("mini-imagenet-cache-*.pkl")):
+        images, labels = _mini_cache(folder)
+    else:
+        images, labels = _decoded(_mini_files(folder), 84, "miniImageNet")
+    chosen = np.random.RandomState(1234)
+    orders = [np.flatnonzero(labels.numpy() == k)[chosen.permutation(PER_CLASS)] for k in range(100)]
+    train, test = (np.concatenate(part) for part in zip(*((o[:TRAINED], o[TRAINED:]) for o in orders), strict=True))
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def _mini_part(path: Path, per_class: int) -> Images:
+    images, labels = pickled_images(path, ("images", "labels"))
+    return _mini_images(path, images), _mini_labels(path, labels, per_class)
+
+
+def _mini_cache(folder: Path) -> Images:
+    """Pickles of disjoint classes, made for few-shot learning."""
+    images, names = [], []
+    for part in ("train", "val", "test"):
+        path = folder / f"mini-imagenet-cache-{part}.pkl"
+        (pixels,) = pickled_images(path, ("image_data",))
+        images.append(_mini_images(path, pixels))
+        own = np.full(len(pixels), "", dtype=object)
+        try:
+            for name, rows in load_pickle(path)["class_dict"].items():
+                own[np.asarray(rows, dtype=int)] = str(name)
+        except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:
+            raise ValueError(f"{path} is not the expected file: its class_dict is {error}; {ANEW}") from error
+        names.append(own)
+    labels = np.unique(np.concatenate(names).astype(str), return_inverse=True)[1]
+    return torch.cat(images), _mini_labels(folder, labels, PER_CLASS)
+
+
+def _mini_images(path: Path, images: Array) -> Tensor:
+    if images.shape[1:] != (84, 84, 3):
+        raise ValueError(f"{path} is not miniImageNet: its images are {images.shape[1:]}, not (84, 84, 3); {ANEW}")
+    return torch.from_numpy(images.copy()).permute(0, 3, 1, 2)
+
+
+def _mini_labels(path: Path, labels: Array, per_class: int) -> Tensor:
+    values, counts = np.unique(labels, return_counts=True)
+    if values.tolist() != list(range(100)) or set(counts) != {per_class}:
+        raise ValueError(f"{path} is not miniImageNet: 100 classes of {per_class} images are expected; {ANEW}")
+    return torch.from_numpy(labels.astype(np.int64))
+
+
+def _mini_files(folder: Path) -> Files:
+    parts = [folder / part for part in ("train", "val", "test") if (folder / part).is_dir()] or [folder]
+    classes = sorted((own for part in parts for own in part.iterdir() if own.is_dir()), key=lambda own: own.name)
+    files = [image_files(own) for own in classes]
+    refuse_unequal(folder, [len(own) for own in files], 100)
+    if len(files[0]) != PER_CLASS:
+        raise ValueError(f"{folder} is not whole: its classes have {len(files[0])} images, not {PER_CLASS}; {ANEW}")
+    return files
+
+
+MINI_IMAGENET = Source(
+    name="miniImageNet",
+    places=("miniimagenet",),
+    check=lambda folder: len(_mini(folder)[0][1]) if any(folder.glob("*.pkl")) else TRAINED * len(_mini_files(folder)),
+    origin="train.pkl and test.pkl of the published codes, mini-imagenet-cache-train.pkl, -val.pkl and -test.pkl, or "
+    "100 folders of 600 images (ImageNet's licence forbids a download)",
+)
