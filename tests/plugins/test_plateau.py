@@ -230,7 +230,7 @@ def test_training_loss_is_the_mean_over_the_samples_of_the_epoch_with_penalties(
 
     spy = Spy(
         before_backward=penalise,
-        after_training_iteration=lambda s: losses.append((float(s.loss), len(s.mb_y))),
+        after_training_iteration=lambda s: losses.append((s.loss.item(), len(s.mb_y))),
         after_training_epoch=lambda s: seen.append(plugin.loss(s)),
     )
     naive(mlp(), [spy, plugin], train_epochs=1, train_mb_size=15).train(blobs(n_tasks=1).train_stream)

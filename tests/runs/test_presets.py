@@ -6,6 +6,7 @@ import torch
 
 from became_avalanche import LaterRatePlugin, NSCLPlugin, NSCLRecipe, PlateauPlugin, Recipe, find_benchmark, train
 from became_avalanche.benchmarks import cifar, five, imagenet
+from became_avalanche.benchmarks.tensors import image_stream, normalise
 from became_avalanche.runs import catalogue
 from became_avalanche.runs.catalogue import BENCHMARKS, GPM_FAMILY, NSCL_FAMILY, SOURCES
 from became_avalanche.runs.compare import Comparison
@@ -101,9 +102,8 @@ def test_recipes_make_optimizer_and_schedule():
 
 
 def without_validation(seed):
-    benchmark = blobs(seed=seed, samples=30, shape=(2, 6, 6))
-    del benchmark.streams["valid"]
-    return benchmark
+    tasks = [(x[:, :2], y) for x, y in (images(30, 6, 2, k + 10 * seed) for k in range(3))]
+    return image_stream(tasks, tasks, [normalise((0.5, 0.5), (0.2, 0.2))] * 3, seed, protocol="nscl")
 
 
 def test_the_nscl_recipe_trains_without_validation_data():
