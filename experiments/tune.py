@@ -2,6 +2,7 @@
 
     python experiments/tune.py split-digits permuted-digits
     python experiments/tune.py split-digits --methods sgp,owm
+    python experiments/tune.py 10-split-cifar100-cpu --methods ewc --data FOLDER
 
 All methods of a comparison share one learning rate: the one with the best mean validation accuracy over `gpm`,
 `gpm-2x` and `gpm+became`. With it, each method gets the strength with the best validation accuracy, alone, without a
@@ -9,7 +10,7 @@ second stage: EWC and SI lambda, LwF alpha, patterns in memory of A-GEM per task
 GPCNS and OWM, the trust threshold of TRGP, a of NSCL. Seeds are ones that no table uses. What was tried is recorded in
 experiments/tuning/<benchmark>.json, and what was chosen stands in became_avalanche/runs/presets.py. Memories are
 limited to the largest in the grid: more would always be better. With --methods, only their strengths are chosen, and
-what the record already has is not trained again.
+what the record already has is not trained again. CIFAR-100 is tuned on its first three tasks.
 """
 
 import argparse
@@ -26,7 +27,9 @@ import torch
 from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
 from became_avalanche.runs.train import train
 
-SEEDS = {"split-digits": (100, 101, 102), "permuted-digits": (100,)}  # 36 and 180 validation images per task
+SEEDS = {"split-digits": (100, 101, 102), "permuted-digits": (100,), "10-split-cifar100-cpu": (100,)}
+"""There are 36, 180 and 250 validation images per task."""
+TASKS = {"10-split-cifar100-cpu": 3}
 LEARNING_RATES = (0.03, 0.1, 0.3)
 JUDGES = ("gpm", "gpm-2x", "gpm+became")
 STRENGTHS = {
@@ -42,12 +45,16 @@ STRENGTHS = {
     "owm": (1, 0.1, 10, 100, 1000),
 }
 """The first of equals is chosen; of the projection methods that is the default."""
+CIFAR_STRENGTHS = {"ewc": (1, 10, 100, 1000, 10000)}
 
 
-def validation_accuracy(name: str, method: str, learning_rate: float, strength: float | None, seed: int) -> float:
+def validation_accuracy(
+    name: str, data: str | None, method: str, learning_rate: float, strength: float | None, seed: int
+) -> float:
     torch.set_num_threads(1)
-    preset = BENCHMARKS[name]
-    recipe = replace(preset.recipe, learning_rate=learning_rate, lr_min=learning_rate / 20)
+    preset = BENCHMARKS[name].scaled(TASKS.get(name)).at(data)
+    lr_min = preset.recipe.lr_min * learning_rate / preset.recipe.learning_rate
+    recipe = replace(preset.recipe, learning_rate=learning_rate, lr_min=lr_min)
     strengths = {} if strength is None else {method: strength}
     try:
         return train(replace(preset, recipe=recipe, strengths=strengths), method, seed).valid_acc
@@ -55,12 +62,14 @@ def validation_accuracy(name: str, method: str, learning_rate: float, strength: 
         return 0.0
 
 
-def tune(name: str, methods: list[str], pool: ProcessPoolExecutor) -> None:
+def tune(name: str, data: str | None, methods: list[str], pool: ProcessPoolExecutor) -> None:
     path = Path(__file__).parent / "tuning" / f"{name}.json"
-    record = json.loads(path.read_text()) if methods else {"benchmark": name, "seeds": SEEDS[name], "strengths": {}}
+    record = {"benchmark": name, "seeds": SEEDS[name], "strengths": {}}
+    if methods and path.exists():
+        record = json.loads(path.read_text())
 
     def submit(method, rate, strength=None):
-        return [pool.submit(validation_accuracy, name, method, rate, strength, seed) for seed in SEEDS[name]]
+        return [pool.submit(validation_accuracy, name, data, method, rate, strength, seed) for seed in SEEDS[name]]
 
     def chosen(candidates, known):
         """The candidate with the best mean validation accuracy, and all of them."""
@@ -73,10 +82,11 @@ def tune(name: str, methods: list[str], pool: ProcessPoolExecutor) -> None:
             {rate: lambda rate=rate: [run for m in JUDGES for run in submit(m, rate)] for rate in LEARNING_RATES}, {}
         )
         print(name, record["learning_rate"], flush=True)
-    rate = record["learning_rate"]["chosen"]
-    for method in methods or STRENGTHS:
+    rate = record["learning_rate"]["chosen"] if "learning_rate" in record else BENCHMARKS[name].recipe.learning_rate
+    grid = CIFAR_STRENGTHS if name in TASKS else STRENGTHS
+    for method in methods or grid:
         record["strengths"][method] = chosen(
-            {strength: partial(submit, method, rate, strength) for strength in STRENGTHS[method]},
+            {strength: partial(submit, method, rate, strength) for strength in grid[method]},
             record["strengths"].get(method, {}).get("tried", {}),
         )
         print(name, method, record["strengths"][method], flush=True)
@@ -88,7 +98,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("benchmarks", nargs="*", default=[preset.name for preset in EMBEDDED])
     parser.add_argument("--methods", type=lambda names: names.split(","), default=[])
+    parser.add_argument("--data", help="folder of data sets")
     arguments = parser.parse_args()
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for benchmark in arguments.benchmarks:
-            tune(benchmark, arguments.methods, pool)
+            tune(benchmark, arguments.data, arguments.methods, pool)

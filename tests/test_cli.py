@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import signal
@@ -21,7 +22,17 @@ def test_help_is_quick_because_torch_is_not_imported():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
     result = run("compare", "--help")
     assert result.returncode == 0
-    for option in ("--benchmark", "--methods", "--seeds", "--out", "--wandb"):
+    for option in (
+        "--benchmark",
+        "--methods",
+        "--seeds",
+        "--out",
+        "--wandb",
+        "--tasks",
+        "--epochs",
+        "--data",
+        "--device",
+    ):
         assert option in result.stdout
 
 
@@ -34,6 +45,9 @@ def test_help_is_quick_because_torch_is_not_imported():
         (["--seeds", "0"], "'--seeds'"),
         (["--seeds", "many"], "'--seeds'"),
         (["--out", "file/below"], "cannot write to file/below"),
+        (["--tasks", "6"], "split-digits has 5 tasks: choose between 1 and 5, not 6"),
+        (["--epochs", "0"], "a stage has at least 1 epoch; got 0"),
+        (["--benchmark", "20-split-miniimagenet", "--data", "here"], "so that here/miniimagenet is there"),
         (["--colour", "red"], "No such option"),
     ],
 )
@@ -56,6 +70,33 @@ def test_comparison_of_two_methods(tmp_path):
         assert str(Path("out") / name) in result.stdout
         assert (tmp_path / "out" / name).stat().st_size > 0
     assert "Warning" not in result.stderr
+
+
+def test_a_scaled_comparison_says_so(tmp_path):
+    result = run("compare", "--methods", "gpm", "--seeds", "1", "--tasks", "2", "--epochs", "3", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (
+        "split-digits, scaled down to 2 of 5 tasks, at most 3 instead of 50 epochs a stage, one seed" in result.stdout
+    )
+    kept = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())
+    assert kept["settings"]["budget"] == "2 of 5 tasks, at most 3 instead of 50 epochs a stage"
+
+
+def test_presets_and_data_are_listed(tmp_path):
+    listed = run("presets")
+    assert listed.returncode == 0, listed.stderr
+    assert "20-split-miniimagenet" in listed.stdout
+    shown = run("presets", "5-datasets")
+    assert "gpm: threshold 0.965" in shown.stdout
+    unknown = run("presets", "6-datasets")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "did you mean '5-datasets'?" in unknown.stderr
+    (tmp_path / "tiny-imagenet-200").mkdir()
+    data = run("data", "--data", str(tmp_path))
+    assert data.returncode == 0, data.stderr
+    assert "CIFAR-100: missing\n" in data.stdout
+    assert f"TinyImageNet: damaged\n  {tmp_path}" in data.stdout
+    assert data.stderr == ""
 
 
 def test_interrupt_keeps_what_is_finished_and_says_where(tmp_path):
