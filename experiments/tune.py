@@ -45,7 +45,7 @@ STRENGTHS = {
     "owm": (1, 0.1, 10, 100, 1000),
 }
 """The first of equals is chosen; of the projection methods that is the default."""
-CIFAR_STRENGTHS = {"ewc": (1, 10, 100, 1000, 10000)}
+CIFAR_STRENGTHS = {"ewc": (10, 100, 1000, 10000)}
 
 
 def validation_accuracy(

@@ -11,6 +11,7 @@ import pytest
 import became_avalanche
 from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
 from became_avalanche.runs.compare import Comparison, text_gains, text_table
+from became_avalanche.runs.describe import list_presets
 from became_avalanche.runs.train import RunResult
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,10 @@ def script(name, monkeypatch):
 def test_trials_in_the_docs_are_the_recorded_ones(benchmark, monkeypatch):
     recorded = json.loads((ROOT / "experiments" / "results" / "became-plus" / f"{benchmark}.json").read_text())
     assert script("became_plus", monkeypatch).table(recorded["runs"]) in (ROOT / "docs" / "merging.md").read_text()
+
+
+def test_presets_in_the_docs_are_those_of_the_catalogue():
+    assert list_presets(BENCHMARKS.values()) in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def test_paths_in_the_docs_are_the_recorded_ones(monkeypatch):

@@ -1,5 +1,7 @@
 import json
+import os
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,20 +227,39 @@ def images(n, size, classes, seed):
     return x, y
 
 
-def generated(monkeypatch, per_task=40):
-    """Every data set in miniature, as its loader would return it."""
+def few(parts, per_class):
+    """The first images of each class, of training and test data."""
+    chosen = []
+    for x, y in parts:
+        rows = torch.cat([(y == k).nonzero()[:per_class, 0] for k in sorted(set(y.tolist()))])
+        chosen.append((x[rows], y[rows]))
+    return tuple(chosen)
 
-    def parts(size, classes, n):
-        return images(n, size, classes, 0), images(n // 2, size, classes, 1)
 
-    def cifar_parts(folder):
-        return tuple(cifar._Part(x, y, y // 5) for x, y in parts(32, 100, 100 * per_task // 5))
+@pytest.fixture
+def miniature(monkeypatch, tmp_path):
+    """A folder of all data sets with a few images of each class: generated ones, as the loaders would return them, or
+    real ones of those that are in the folder that the environment variable BECAME_DATA names."""
+    root = Path(os.environ.get("BECAME_DATA", tmp_path / "nowhere"))
 
-    monkeypatch.setattr(cifar, "_load", cifar_parts)
-    monkeypatch.setattr(imagenet, "_tiny", lambda folder: parts(64, 200, 200 * per_task // 8))
-    monkeypatch.setattr(imagenet, "_mini", lambda folder: parts(84, 100, 100 * per_task // 5))
-    small = {name: member._replace(load=lambda place: parts(32, 10, per_task)) for name, member in five.MEMBERS.items()}
+    def parts(load, source, size, classes, per_class):
+        if (place := source.place(root)) is not None:
+            return lambda folder: few(load(place), per_class)
+        n = classes * per_class
+        return lambda folder: (images(n, size, classes, 0), images(n, size, classes, 1))
+
+    def pairs(place, load=cifar._load):
+        return tuple((part.images, part.fine) for part in load(place))
+
+    fine = parts(pairs, cifar.CIFAR_100, 32, 100, 8)
+    monkeypatch.setattr(cifar, "_load", lambda folder: tuple(cifar._Part(x, y, y // 5) for x, y in fine(folder)))
+    monkeypatch.setattr(imagenet, "_tiny", parts(imagenet._tiny, imagenet.TINY_IMAGENET, 64, 200, 5))
+    monkeypatch.setattr(imagenet, "_mini", parts(imagenet._mini, imagenet.MINI_IMAGENET, 84, 100, 8))
+    small = {name: m._replace(load=parts(m.load, m.source, 32, 10, 4)) for name, m in five.MEMBERS.items()}
     monkeypatch.setattr(five, "MEMBERS", small)
+    for source in SOURCES:
+        (tmp_path / source.places[0]).mkdir(parents=True)
+    return tmp_path
 
 
 CELLS = [
@@ -251,11 +272,8 @@ CELLS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "method"), CELLS)
-def test_every_preset_trains_for_two_tasks(name, method, monkeypatch, tmp_path):
-    generated(monkeypatch)
-    for source in SOURCES:
-        (tmp_path / source.places[0]).mkdir(parents=True)
-    preset = find_benchmark(name).scaled(tasks=2, epochs=2).at(tmp_path)
+def test_every_preset_trains_for_two_tasks(name, method, miniature):
+    preset = find_benchmark(name).scaled(tasks=2, epochs=2).at(miniature)
     result = train(preset, f"{method}+became", seed=1)
     assert len(result.accuracy) == 2
     assert len(result.merges) == 1
