@@ -7,6 +7,7 @@ their own: the GPM family, and Adam-NSCL, whose names end in ``-nscl`` where bot
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,42 +61,43 @@ UNTUNED = {"ewc": 1000, "si": 100, "lwf": 1, "agem": 20, "er": 200, "owm": 1}
 Column = tuple[Recipe, Mapping[str, Any]]
 """Of the paper's table of hyperparameters: how a method is trained, and the options of its plugin."""
 
+_TRUST: dict[str, Any] = {"trust_threshold": 0.5, "top_k": 2}
+
 _SLOW = Recipe(learning_rate=0.01, batch_size=64, epochs=200, patience=6, factor=2, lr_min=1e-5)
-_FAST = Recipe(learning_rate=0.05, batch_size=64, epochs=200, patience=6, factor=2, lr_min=5e-5)
+_FAST = replace(_SLOW, learning_rate=0.05, lr_min=5e-5)
+_HELD: dict[str, Any] = {"threshold": 0.97, "increment": 0.003}
 _CIFAR: dict[str, Column] = {
-    "gpm": (_SLOW, {"threshold": 0.97, "increment": 0.003}),
-    "trgp": (_SLOW, {"threshold": 0.97, "increment": 0.003, "trust_threshold": 0.5, "top_k": 2}),
-    "sgp": (_FAST, {"threshold": 0.97, "increment": 0.003, "alpha": 10}),
-    "gpcns": (_FAST, {"threshold": 0.97, "increment": 0.003, "alpha": 5}),
+    "gpm": (_SLOW, _HELD),
+    "trgp": (_SLOW, {**_HELD, **_TRUST}),
+    "sgp": (_FAST, {**_HELD, "alpha": 10}),
+    "gpcns": (_FAST, {**_HELD, "alpha": 5}),
 }
 
+_BRIEF = Recipe(learning_rate=0.1, batch_size=10, epochs=10, patience=5, factor=3, lr_min=1e-3)
+_HELD = {"threshold": 0.985, "increment": 0.0003, "n_samples": 100}
 _MINI: dict[str, Column] = {
-    "gpm": (Recipe(0.1, 10, 10, 5, 3, 1e-3), {"threshold": 0.985, "increment": 0.0003, "n_samples": 100}),
-    "trgp": (
-        Recipe(0.1, 64, 100, 5, 3, 1e-3),
-        {"threshold": 0.985, "increment": 0.0003, "n_samples": 100, "trust_threshold": 0.5, "top_k": 2},
-    ),
-    "sgp": (Recipe(0.1, 10, 10, 5, 3, 1e-3), {"threshold": 0.985, "increment": 0.0003, "n_samples": 100, "alpha": 1}),
-    "gpcns": (Recipe(0.1, 64, 200, 5, 3, 1e-3), {"threshold": 0.98, "increment": 0.001, "n_samples": 100, "alpha": 3}),
+    "gpm": (_BRIEF, _HELD),
+    "trgp": (replace(_BRIEF, batch_size=64, epochs=100), {**_HELD, **_TRUST}),
+    "sgp": (_BRIEF, {**_HELD, "alpha": 1}),
+    "gpcns": (replace(_BRIEF, batch_size=64, epochs=200), {**_HELD, "threshold": 0.98, "increment": 0.001, "alpha": 3}),
 }
 
-_SUPERCLASS_RECIPE = Recipe(0.01, 64, 50, 6, 2, 1e-5)
+_FIFTY = replace(_SLOW, epochs=50)
+_HELD = {"threshold": 0.98, "increment": 0.001}
 _SUPERCLASS: dict[str, Column] = {
-    "gpm": (_SUPERCLASS_RECIPE, {"threshold": 0.98, "increment": 0.001}),
-    "trgp": (_SUPERCLASS_RECIPE, {"threshold": 0.98, "increment": 0.001, "trust_threshold": 0.5, "top_k": 2}),
-    "sgp": (_SUPERCLASS_RECIPE, {"threshold": 0.98, "increment": 0.001, "alpha": 3}),
-    "gpcns": (_SUPERCLASS_RECIPE, {"threshold": 0.98, "increment": 0.001, "alpha": 4.5}),
+    "gpm": (_FIFTY, _HELD),
+    "trgp": (_FIFTY, {**_HELD, **_TRUST}),
+    "sgp": (_FIFTY, {**_HELD, "alpha": 3}),
+    "gpcns": (_FIFTY, {**_HELD, "alpha": 4.5}),
 }
 
-_FIVE_RECIPE = Recipe(0.1, 64, 100, 5, 3, 1e-3)
+_HUNDRED = replace(_BRIEF, batch_size=64, epochs=100)
+_HELD = {"threshold": 0.965, "increment": 0, "n_samples": 100}
 _FIVE: dict[str, Column] = {  # alpha of SGP is published nowhere: it is that of CIFAR-100, as GPCNS's is in the paper
-    "gpm": (_FIVE_RECIPE, {"threshold": 0.965, "increment": 0, "n_samples": 100}),
-    "trgp": (
-        _FIVE_RECIPE,
-        {"threshold": 0.965, "increment": 0, "n_samples": 100, "trust_threshold": 0.5, "top_k": 2},
-    ),
-    "sgp": (_FIVE_RECIPE, {"threshold": 0.965, "increment": 0, "n_samples": 100, "alpha": 10}),
-    "gpcns": (_FIVE_RECIPE, {"threshold": 0.965, "increment": 0, "n_samples": 100, "alpha": 5}),
+    "gpm": (_HUNDRED, _HELD),
+    "trgp": (_HUNDRED, {**_HELD, **_TRUST}),
+    "sgp": (_HUNDRED, {**_HELD, "alpha": 10}),
+    "gpcns": (_HUNDRED, {**_HELD, "alpha": 5}),
 }
 
 
@@ -203,7 +205,6 @@ SMALL = BenchmarkPreset(
 """CIFAR-100 with a recipe that settles within some 15 epochs a stage."""
 
 BENCHMARKS = {preset.name: preset for preset in (*EMBEDDED, *GPM_FAMILY, *NSCL_FAMILY, SMALL)}
-
 
 SOURCES = tuple(dict.fromkeys(source for preset in BENCHMARKS.values() for source in preset.data))
 """All data sets that a benchmark needs on disk."""
