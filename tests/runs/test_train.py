@@ -51,6 +51,12 @@ def test_every_method_runs_and_its_numbers_are_those_of_the_matrix(method):
     json.dumps(result.accuracy, allow_nan=False)
 
 
+def test_methods_may_have_recipes_of_their_own():
+    preset = replace(QUICK, recipes={"gpm": replace(QUICK.recipe, epochs=1)})
+    assert train(preset, "gpm+became").epochs == [[1], [1, 1], [1, 1]]
+    assert max(map(max, train(preset, "finetune").epochs)) > 1
+
+
 @pytest.mark.parametrize("method", ["gpm", "joint"])
 def test_a_preset_may_stop_before_the_end_of_the_stream(method):
     result = train(replace(QUICK, n_tasks=2), method)
