@@ -100,11 +100,12 @@ def _coefficients(axes: Axes, comparison: Comparison, methods: Sequence[str]) ->
         ts = [record.t for record in runs[0].merges]
         values = [mean(run.merges[k].coefficient for run in runs) for k in range(len(ts))]
         axes.plot(ts, values, color="black", linestyle=line, marker=marker, markersize=4, label=method)
-    axes.plot(ts, [1 / t for t in ts], color="0.65", linewidth=0.8, label="1/t")
+    axes.plot(ts, [1 / t for t in ts], color="0.65", linewidth=0.8, marker=".", label="1/t")
+    axes.set_xlim(min(ts) - 0.5, max(ts) + 0.5)
     axes.set_xlabel("task")
     axes.set_ylabel("λ")
     axes.set_ylim(-0.03, 1.03)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
