@@ -155,6 +155,8 @@ def _mini(folder: Path) -> tuple[Images, Images]:
 
 def _mini_part(path: Path, per_class: int) -> Images:
     images, labels = pickled_images(path, ("images", "labels"))
+    if len(images) != len(labels):
+        raise ValueError(f"{path} is not whole: it has {len(images)} images and {len(labels)} labels; {ANEW}")
     return _mini_images(path, images), _mini_labels(path, labels, per_class)
 
 

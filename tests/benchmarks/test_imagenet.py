@@ -247,6 +247,7 @@ def mini(tmp_path_factory):
     [
         ("parts/test.pkl", None, "test.pkl is missing, and other files"),
         ("parts/train.pkl", half, "not a sound data file"),
+        ("parts/test.pkl", changed(labels=[3] * 99), "200 images and 99 labels"),
         ("parts/test.pkl", changed(labels=[3] * 200), "100 classes of 2 images are expected"),
         ("parts/test.pkl", changed(images=np.zeros((200, 3, 84, 84), np.uint8)), r"\(3, 84, 84\), not"),
         ("parts/test.pkl", changed(images=np.zeros((200, 84, 84, 3))), "float64, not bytes"),
