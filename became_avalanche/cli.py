@@ -193,8 +193,10 @@ def _train_logged(
 
 def _show(comparison: Comparison) -> None:
     """Print the table and the gains, write the files and name them."""
+    from became_avalanche.runs.catalogue import untuned
     from became_avalanche.runs.compare import text_gains, text_table
     from became_avalanche.runs.figures import comparison_figure
+    from became_avalanche.runs.methods import base_of
 
     comparison.save()
     comparison.save_table()
@@ -205,6 +207,8 @@ def _show(comparison: Comparison) -> None:
     click.echo(text_table(comparison.rows(), bold=lambda text: click.style(text, bold=True)))
     if comparison.gains():
         click.echo(f"\n{text_gains(comparison.gains())}")
+    if names := sorted(untuned(comparison.preset) & set(map(base_of, comparison.methods))):
+        click.echo(f"\nStrengths that were not chosen for this benchmark: {', '.join(names)}")
     click.echo(f"\nAll runs: {comparison.folder / 'results.json'}")
     click.echo(f"Table:    {comparison.folder / 'table.csv'}")
     click.echo(f"Picture:  {picture}")

@@ -210,6 +210,11 @@ SOURCES = tuple(dict.fromkeys(source for preset in BENCHMARKS.values() for sourc
 """All data sets that a benchmark needs on disk."""
 
 
+def untuned(preset: BenchmarkPreset) -> set[str]:
+    """The methods whose strength on this benchmark is but a place to start from."""
+    return {name for name in UNTUNED if preset.data and preset.strengths.get(name) == UNTUNED[name]}
+
+
 def find_benchmark(name: str) -> BenchmarkPreset:
     """The benchmark called ``name``; a ValueError with the nearest name if there is none."""
     return look_up("benchmark", name, BENCHMARKS)

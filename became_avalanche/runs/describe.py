@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from became_avalanche.benchmarks.files import Source
-from became_avalanche.runs.catalogue import UNTUNED
+from became_avalanche.runs.catalogue import untuned
 from became_avalanche.runs.presets import BenchmarkPreset
 
 
@@ -28,11 +28,12 @@ def show_preset(preset: BenchmarkPreset) -> str:
     lines = [preset.name, f"  {preset.n_tasks} tasks of {data}, {_network(preset)}", f"  {_stream(preset)}", ""]
     recipes = {**preset.recipes, "others" if preset.recipes else "all": preset.recipe}
     lines += ["training", *(f"  {method}: {_values(asdict(recipe))}" for method, recipe in recipes.items())]
-    untuned = {name for name in UNTUNED if preset.data and preset.strengths.get(name) == UNTUNED[name]}
     lines += ["", "methods"]
     for method, strength in preset.strengths.items():
         values = _values(strength) if isinstance(strength, Mapping) else f"{strength:g}"
-        lines.append(f"  {method}: {values}" + (" (not chosen for this benchmark)" if method in untuned else ""))
+        lines.append(
+            f"  {method}: {values}" + (" (not chosen for this benchmark)" if method in untuned(preset) else "")
+        )
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from became_avalanche import LaterRatePlugin, NSCLPlugin, NSCLRecipe, PlateauPlu
 from became_avalanche.benchmarks import cifar, five, imagenet
 from became_avalanche.benchmarks.tensors import image_stream, normalise
 from became_avalanche.runs import catalogue
-from became_avalanche.runs.catalogue import BENCHMARKS, GPM_FAMILY, NSCL_FAMILY, SOURCES
+from became_avalanche.runs.catalogue import BENCHMARKS, GPM_FAMILY, NSCL_FAMILY, SOURCES, untuned
 from became_avalanche.runs.compare import Comparison
 from became_avalanche.runs.describe import describe_source, list_presets, show_preset
 from became_avalanche.runs.figures import comparison_figure
@@ -194,6 +194,8 @@ def test_presets_as_text():
     shown = show_preset(BENCHMARKS["10-split-cifar100"])
     assert "sgp: learning_rate 0.05, batch_size 64, epochs 200, patience 6, factor 2, lr_min 5e-05" in shown
     assert "(not chosen" not in show_preset(BENCHMARKS["split-digits"])
+    assert untuned(BENCHMARKS["10-split-cifar100"]) == {"ewc", "si", "lwf", "agem", "er", "owm"}
+    assert untuned(BENCHMARKS["permuted-digits"]) == set()
 
 
 def test_data_sets_as_text(tmp_path):

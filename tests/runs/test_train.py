@@ -111,6 +111,13 @@ def test_settings_are_the_ones_that_were_chosen_on_validation_data(name):
         assert tried[f"{strength:g}" if f"{strength:g}" in tried else str(strength)] == max(tried.values())
 
 
+def test_the_strength_of_ewc_on_cifar100_was_chosen_on_validation_data():
+    path = Path(__file__).parents[2] / "experiments" / "tuning" / "10-split-cifar100-cpu.json"
+    record = json.loads(path.read_text())["strengths"]["ewc"]
+    assert BENCHMARKS["10-split-cifar100-cpu"].strengths["ewc"] == record["chosen"]
+    assert record["tried"][str(record["chosen"])] == max(record["tried"].values())
+
+
 @pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning")
 def test_si_really_does_something_on_the_cpu():
     """Avalanche's own plugin gives the weights of plain training here, whatever its strength."""
