@@ -16,6 +16,8 @@ from became_avalanche.runs.train import RunResult
 
 ROOT = Path(__file__).parents[1]
 DIGITS = [preset.name for preset in EMBEDDED]
+THREE_TASKS = BENCHMARKS["10-split-cifar100-cpu"].scaled(tasks=3)
+PAGES = [("README.md", ""), ("docs/methods.md", "-family"), ("docs/merging.md", "-rules")]
 
 
 def test_public_names_are_documented_and_typed():
@@ -49,21 +51,24 @@ def test_quickstart_prints_acc_and_bwt():
 
 
 @pytest.mark.parametrize(
-    ("page", "suffix"), [("README.md", ""), ("docs/methods.md", "-family"), ("docs/merging.md", "-rules")]
+    ("page", "name", "preset", "seeds"),
+    [
+        *((page, f"{preset.name}{suffix}", preset, 5) for page, suffix in PAGES for preset in EMBEDDED),
+        ("docs/benchmarks.md", "10-split-cifar100-cpu", THREE_TASKS, 1),
+        ("docs/benchmarks.md", "10-split-cifar100-cpu-gpm", THREE_TASKS, 2),
+    ],
 )
-@pytest.mark.parametrize("benchmark", DIGITS)
-def test_tables_are_those_of_the_recorded_results(benchmark, page, suffix):
-    name = benchmark + suffix
+def test_tables_are_those_of_the_recorded_results(page, name, preset, seeds):
     folder = ROOT / "experiments" / "results" / name
     recorded = json.loads((folder / "results.json").read_text())
     text = (folder / "table.csv").read_text()
     methods = [line.split(",")[0] for line in text.splitlines()[1:]]
-    comparison = Comparison(BENCHMARKS[benchmark], methods, 5, folder)
+    comparison = Comparison(preset, methods, seeds, folder)
     assert recorded["complete"]
     assert recorded["settings"] == json.loads(json.dumps(comparison.settings))
     comparison.runs = [RunResult(**run) for run in recorded["runs"]]
     content = (ROOT / page).read_text()
-    assert len(comparison.runs) == 5 * len(methods)
+    assert len(comparison.runs) == seeds * len(methods)
     assert text_table(comparison.rows()) in content
     assert text_gains(comparison.gains()) in content
     assert f"--out experiments/results/{name}" in content

@@ -144,10 +144,10 @@ class _Where:
 
     def images(self, chosen: Tensor, training: bool) -> Tensor:
         """The network's input for the samples with these numbers."""
+        if len(self.tensors) == 1:
+            return self.tensors[0].batch(self.rows[chosen], training)
         which, rows = self.which[chosen], self.rows[chosen]
         sources: list[int] = sorted(set(which.tolist()))
-        if len(sources) == 1:
-            return self.tensors[sources[0]].batch(rows, training)
         parts = [self.tensors[k].batch(rows[which == k], training) for k in sources]
         order = torch.cat([(which == k).nonzero()[:, 0] for k in sources])
         return torch.cat(parts)[order.argsort()]
@@ -291,9 +291,9 @@ def split_off_validation(tasks: Sequence[Images], seed: int, part: float = 0.05)
 
 def normalise(mean: Sequence[float], std: Sequence[float]) -> Transform:
     """Bytes to floats of a given mean and standard deviation per channel, where 255 is 1. Grey becomes all channels."""
+    shift, scale = (torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std))
 
     def transform(images: Tensor) -> Tensor:
-        shift, scale = (torch.tensor(values, device=images.device).reshape(-1, 1, 1) for values in (mean, std))
-        return images.float().div_(255).sub(shift).div_(scale)
+        return images.float().div_(255).sub(shift.to(images.device)).div_(scale.to(images.device))
 
     return transform

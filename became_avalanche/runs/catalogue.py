@@ -199,7 +199,7 @@ SMALL = BenchmarkPreset(
     n_tasks=10,
     model=_fast_alexnet,
     recipe=Recipe(learning_rate=0.05, batch_size=64, epochs=40, patience=2, factor=3, lr_min=0.005),
-    strengths={**UNTUNED},
+    strengths={**UNTUNED, "ewc": 100},
     data=(CIFAR_100,),
 )
 """CIFAR-100 with a recipe that settles within some 15 epochs a stage."""
