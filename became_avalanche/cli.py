@@ -58,6 +58,7 @@ def compare(
     from became_avalanche.runs.methods import COMPARED, METHODS
     from became_avalanche.runs.names import look_up
 
+    _check_device(device)
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())) if methods else COMPARED
     try:
         preset = find_benchmark(benchmark).scaled(tasks, epochs).at(data)
@@ -121,6 +122,15 @@ def _make_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise click.UsageError(f"cannot write to {folder}: {error.strerror}; choose another with --out") from None
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise click.UsageError(f"cannot train on --device {device}: {str(error).splitlines()[0]}") from None
 
 
 def _quiet() -> None:

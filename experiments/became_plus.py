@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import Semaphore
 from pathlib import Path
 from statistics import mean
@@ -24,17 +24,15 @@ from typing import Any
 import torch
 from avalanche.training.plugins import SupervisedPlugin
 
-from became_avalanche import AlexNet, BecameMergePlugin, Fisher, MultiHeadMLP, split_cifar100, train
+from became_avalanche import BecameMergePlugin, Fisher, MultiHeadMLP, train
 from became_avalanche.merging.fisher import Batch
 from became_avalanche.plugins.passes import data_pass
 from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
-from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
+from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED, SMALL
 from became_avalanche.runs.compare import Spread
-from became_avalanche.runs.presets import BenchmarkPreset, Recipe
+from became_avalanche.runs.presets import BenchmarkPreset
 
 RESULTS = Path(__file__).parent / "results" / "became-plus"
-
-CIFAR = Recipe(learning_rate=0.05, batch_size=64, epochs=20, patience=2, factor=3, lr_min=0.005)
 
 
 @dataclass(frozen=True)
@@ -254,13 +252,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.benchmark == "split-cifar100":
-        preset = BenchmarkPreset(
-            name="split-cifar100",
-            stream=lambda seed: split_cifar100(10, seed, dataset_root=arguments.data),
-            n_tasks=3,
-            model=lambda: AlexNet().to(memory_format=torch.channels_last),  # faster on a CPU
-            recipe=CIFAR,
-        )
+        preset = replace(SMALL.scaled(tasks=3).at(arguments.data), name="split-cifar100")
     else:
         preset = BENCHMARKS[arguments.benchmark]
     folder = arguments.folder or RESULTS / preset.name

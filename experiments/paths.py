@@ -15,17 +15,17 @@ import argparse
 import json
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from avalanche.training.plugins import SupervisedPlugin
-from became_plus import CIFAR
 from torch.nn import functional as F
 
 from became_avalanche import AlexNet, BecameMergePlugin, Fisher, path_figure, scan_path, split_cifar100, train
 from became_avalanche.merging.fisher import Batch, accumulate, fit
 from became_avalanche.merging.rules import became
-from became_avalanche.runs.presets import BenchmarkPreset
+from became_avalanche.runs.catalogue import SMALL
 
 RESULTS = Path(__file__).parent / "results" / "paths"
 PER_SAMPLE = ("empirical", "sampled", "exact")
@@ -88,18 +88,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True, help="folder with cifar-100-python")
     parser.add_argument("--tasks", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=CIFAR.epochs)
+    parser.add_argument("--epochs", type=int, default=SMALL.recipe.epochs)
     parser.add_argument("--samples", type=int, default=500, help="per task, for the scan and the estimators")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    preset = BenchmarkPreset(
-        name="split-cifar100",
-        stream=lambda seed: split_cifar100(20, seed, dataset_root=arguments.data),
-        n_tasks=arguments.tasks,
-        model=lambda: AlexNet().to(memory_format=torch.channels_last),  # faster on a CPU
-        recipe=replace(CIFAR, epochs=arguments.epochs),
-    )
+    preset = replace(SMALL, stream=partial(split_cifar100, 20), n_tasks=arguments.tasks)
+    preset = preset.scaled(epochs=arguments.epochs).at(arguments.data)
     merge = BecameMergePlugin(keep_path=True)
     paths = Paths(merge, arguments.samples)
     train(preset, "gpm", 0, plugins=[merge, paths])

@@ -46,6 +46,7 @@ def test_help_is_quick_because_torch_is_not_imported():
         (["--seeds", "many"], "'--seeds'"),
         (["--out", "file/below"], "cannot write to file/below"),
         (["--tasks", "6"], "split-digits has 5 tasks: choose between 1 and 5, not 6"),
+        (["--device", "nowhere"], "cannot train on --device nowhere"),
         (["--epochs", "0"], "a stage has at least 1 epoch; got 0"),
         (["--benchmark", "20-split-miniimagenet", "--data", "here"], "so that here/miniimagenet is there"),
         (["--colour", "red"], "No such option"),

@@ -11,7 +11,7 @@ from avalanche.benchmarks.scenarios import GenericCLScenario
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
-from became_avalanche.benchmarks.files import ANEW, Source, pickled_images
+from became_avalanche.benchmarks.files import ANEW, Source, equal_classes, pickled_images
 from became_avalanche.benchmarks.tensors import StreamOptions, image_stream, normalise, refuse_uneven, tasks_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def _part(path: Path, rows: int) -> _Part:
             f"{path} is not a part of CIFAR-100: it has images of shape {images.shape} and {fine.size} labels, and "
             f"{rows} rows of 3072 bytes are expected; {ANEW}"
         )
-    return _Part(torch.from_numpy(images.copy()).reshape(-1, 3, 32, 32), torch.tensor(fine), torch.tensor(coarse))
+    pixels = torch.from_numpy(images.copy()).reshape(-1, 3, 32, 32)
+    return _Part(pixels, equal_classes(path, fine, 100, rows // 100), torch.tensor(coarse))
 
 
 def _scrambled(images: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def _scrambled(images: Tensor) -> Tensor:
 
 CIFAR_100 = Source(
     name="CIFAR-100",
-    places=("cifar-100-python",),
+    folder="cifar-100-python",
     check=lambda folder: len(_load(folder)[0].images),
     origin=f"cifar-100-python.tar.gz from {CIFAR100.url} and unpack it",
     download=lambda goal: CIFAR100(str(goal.parent), download=True),

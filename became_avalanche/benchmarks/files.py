@@ -30,11 +30,11 @@ ANEW = "delete it and get it anew"
 
 @dataclass(frozen=True)
 class Source:
-    """A data set in the folder of data sets."""
+    """A data set on disk."""
 
     name: str
-    places: tuple[str, ...]
-    """Where it may be; the first is where it is put."""
+    folder: str
+    """Where it is in the folder of data sets."""
     check: Callable[[Path], int]
     """The number of training images in this place; a ValueError if it is not whole."""
     origin: str
@@ -44,14 +44,13 @@ class Source:
 
     def place(self, root: Path) -> Path | None:
         """Where it is, if it is there."""
-        return next((root / place for place in self.places if (root / place).exists()), None)
+        return root / self.folder if (root / self.folder).is_dir() else None
 
     def get(self, root: Path) -> Path:
         """Where it is, after a download if need be."""
-        found = self.place(root)
-        if found is not None:
+        if found := self.place(root):
             return found
-        goal = root / self.places[0]
+        goal = root / self.folder
         failure = ""
         if self.download is not None:
             try:
@@ -63,7 +62,7 @@ class Source:
 
     def advice(self, root: Path) -> str:
         """What to do where it is missing."""
-        return f"get {self.origin}, so that {root / self.places[0]} is there"
+        return f"get {self.origin}, so that {root / self.folder} is there"
 
 
 # ------------------------------------------------------------------------------------------------------------ pickles
@@ -80,6 +79,13 @@ _ARRAYS = {
 """What a pickle of plain values and numpy arrays needs."""
 
 
+_UNSOUND = (
+    *(pickle.UnpicklingError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError),
+    *(OverflowError, MemoryError, RecursionError),
+)
+"""What a file that is no pickle, or a damaged one, may raise."""
+
+
 class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ARRAYS:
@@ -94,7 +100,7 @@ def load_pickle(path: Path) -> Any:
             return _ArraysOnly(file, encoding="latin1").load()
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, and other files of the data set are there; {ANEW}") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
+    except _UNSOUND as error:
         raise ValueError(f"{path} is not a sound data file: {error or 'it ends too early'}; {ANEW}") from error
 
 
@@ -108,6 +114,14 @@ def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
     if arrays[0].dtype != np.uint8:
         raise ValueError(f"{path} is not the expected file: its images are {arrays[0].dtype}, not bytes; {ANEW}")
     return arrays
+
+
+def equal_classes(path: Path, labels: Array, classes: int, per_class: int) -> Tensor:
+    """The labels, unless they are others than from 0 on, each for so many images."""
+    values, counts = np.unique(labels, return_counts=True)
+    if values.tolist() != list(range(classes)) or set(counts.tolist()) != {per_class}:
+        raise ValueError(f"{path} is not whole: {classes} classes of {per_class} images are expected; {ANEW}")
+    return torch.from_numpy(labels.astype(np.int64))
 
 
 # ---------------------------------------------------------------------------------------------------------- idx files

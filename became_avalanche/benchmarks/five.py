@@ -199,7 +199,7 @@ MEMBERS = {
     "cifar10": Member(
         Source(
             "CIFAR-10",
-            ("cifar-10-batches-py",),
+            "cifar-10-batches-py",
             _trained(_cifar10),
             f"cifar-10-python.tar.gz from {CIFAR10.url} and unpack it",
             lambda goal: CIFAR10(str(goal.parent), download=True),
@@ -210,7 +210,7 @@ MEMBERS = {
     "mnist": Member(
         Source(
             "MNIST",
-            ("MNIST/raw",),
+            "MNIST/raw",
             _trained(_mnist),
             f"the four files *-ubyte.gz from {MNIST.mirrors[0]}",
             _torchvision(MNIST),
@@ -222,7 +222,7 @@ MEMBERS = {
     "svhn": Member(
         Source(
             "SVHN",
-            ("SVHN",),
+            "SVHN",
             _trained(_svhn),
             f"train_32x32.mat and test_32x32.mat from {SVHN.split_list['train'][0].rpartition('/')[0]}",
             _download_svhn,
@@ -234,7 +234,7 @@ MEMBERS = {
     "fashion-mnist": Member(
         Source(
             "Fashion-MNIST",
-            ("FashionMNIST/raw",),
+            "FashionMNIST/raw",
             _trained(_mnist),
             f"the four files *-ubyte.gz from {FashionMNIST.mirrors[0]}",
             _torchvision(FashionMNIST),
@@ -246,7 +246,7 @@ MEMBERS = {
     "notmnist": Member(
         Source(
             "notMNIST",
-            ("notMNIST",),
+            "notMNIST",
             _check_notmnist,
             "notMNIST_large.tar.gz and notMNIST_small.tar.gz (http://yaroslavvb.blogspot.com/2011/09/notmnist-dataset.html)"
             " and unpack them as notMNIST/Train and notMNIST/Test, or its four idx files",

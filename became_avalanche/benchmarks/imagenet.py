@@ -18,6 +18,7 @@ from became_avalanche.benchmarks.files import (
     Array,
     Source,
     decode,
+    equal_classes,
     image_files,
     load_pickle,
     pickled_images,
@@ -92,6 +93,8 @@ def _tiny_files(folder: Path) -> tuple[Files, Files]:
         test = _tiny_test(folder / "val", names)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{folder} is not whole: {error.filename} is missing; {ANEW}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder} is not whole: its tables are not text ({error}); {ANEW}") from error
     for part, files in (("train", train), ("val", test)):
         refuse_unequal(folder / part, [len(own) for own in files], 200)
     return train, test
@@ -126,7 +129,7 @@ def _decoded(files: Files, size: int, name: str) -> Images:
 
 TINY_IMAGENET = Source(
     name="TinyImageNet",
-    places=("tiny-imagenet-200",),
+    folder="tiny-imagenet-200",
     check=lambda folder: sum(map(len, _tiny_files(folder)[0])),
     origin=f"tiny-imagenet-200.zip from {TinyImagenet.filename[1]} and unpack it",
     download=lambda goal: TinyImagenet(goal.parent, download=True),
@@ -157,7 +160,7 @@ def _mini_part(path: Path, per_class: int) -> Images:
     images, labels = pickled_images(path, ("images", "labels"))
     if len(images) != len(labels):
         raise ValueError(f"{path} is not whole: it has {len(images)} images and {len(labels)} labels; {ANEW}")
-    return _mini_images(path, images), _mini_labels(path, labels, per_class)
+    return _mini_images(path, images), equal_classes(path, labels, 100, per_class)
 
 
 def _mini_cache(folder: Path) -> Images:
@@ -175,20 +178,13 @@ def _mini_cache(folder: Path) -> Images:
             raise ValueError(f"{path} is not the expected file: its class_dict is {error}; {ANEW}") from error
         names.append(own)
     labels = np.unique(np.concatenate(names).astype(str), return_inverse=True)[1]
-    return torch.cat(images), _mini_labels(folder, labels, PER_CLASS)
+    return torch.cat(images), equal_classes(folder, labels, 100, PER_CLASS)
 
 
 def _mini_images(path: Path, images: Array) -> Tensor:
     if images.shape[1:] != (84, 84, 3):
         raise ValueError(f"{path} is not miniImageNet: its images are {images.shape[1:]}, not (84, 84, 3); {ANEW}")
     return torch.from_numpy(images.copy()).permute(0, 3, 1, 2)
-
-
-def _mini_labels(path: Path, labels: Array, per_class: int) -> Tensor:
-    values, counts = np.unique(labels, return_counts=True)
-    if values.tolist() != list(range(100)) or set(counts) != {per_class}:
-        raise ValueError(f"{path} is not miniImageNet: 100 classes of {per_class} images are expected; {ANEW}")
-    return torch.from_numpy(labels.astype(np.int64))
 
 
 def _mini_files(folder: Path) -> Files:
@@ -203,7 +199,7 @@ def _mini_files(folder: Path) -> Files:
 
 MINI_IMAGENET = Source(
     name="miniImageNet",
-    places=("miniimagenet",),
+    folder="miniimagenet",
     check=lambda folder: len(_mini(folder)[0][1]) if any(folder.glob("*.pkl")) else TRAINED * len(_mini_files(folder)),
     origin="train.pkl and test.pkl of the published codes, mini-imagenet-cache-train.pkl, -val.pkl and -test.pkl, or "
     "100 folders of 600 images (ImageNet's licence forbids a download)",

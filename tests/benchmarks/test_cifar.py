@@ -11,15 +11,16 @@ from became_avalanche.benchmarks import cifar
 from tests.helpers import batch_of
 
 
-def write_cifar(root, sizes=(50000, 10000), **changes):
+def write_cifar(root, superclass=lambda labels: labels * 7 % 20, fine=lambda labels: labels):
     """CIFAR-100's own files, with images that tell their number and label: pixel 0 the label, pixels 1 and 2 where."""
     folder = root / "cifar-100-python"
     folder.mkdir(parents=True)
-    for part, size in zip(("train", "test"), sizes, strict=True):
+    for part, size in (("train", 50000), ("test", 10000)):
         labels = np.arange(size) % 100
         data = np.zeros((size, 3072), dtype=np.uint8)
         data[:, 0], data[:, 1], data[:, 2] = labels, np.arange(size) // 256, np.arange(size) % 256
-        content = {"data": data, "fine_labels": labels.tolist(), "coarse_labels": (labels * 7 % 20).tolist(), **changes}
+        coarse = superclass(labels).tolist()
+        content = {"data": data, "fine_labels": fine(labels).tolist(), "coarse_labels": coarse}
         with (folder / part).open("wb") as file:
             pickle.dump(content, file, protocol=2)
     return root
@@ -110,9 +111,16 @@ def test_orders_are_permutations():
         cifar100_superclass(5, dataset_root="anywhere")
 
 
-def test_superclasses_that_are_none(tmp_path):
-    root = write_cifar(tmp_path, coarse_labels=[0] * 10000)
-    with pytest.raises(ValueError, match="not a part of CIFAR-100"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"superclass": lambda labels: labels % 19}, "superclasses are not 20 of five classes"),
+        ({"fine": lambda labels: labels // 2}, "100 classes of 500 images are expected"),
+    ],
+)
+def test_labels_that_are_not_those_of_cifar100(tmp_path, changes, message):
+    root = write_cifar(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
         cifar100_superclass(dataset_root=root)
 
 

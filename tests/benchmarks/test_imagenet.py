@@ -110,6 +110,7 @@ def test_grey_images_become_coloured(tiny, tmp_path):
     [
         ("wnids.txt", None, "not whole: .*wnids.txt is missing"),
         ("wnids.txt", b"n00000000\n", "which is not there"),
+        ("wnids.txt", bytes(range(256)), "its tables are not text"),
         ("train/n00000150", None, "n00000150.images is missing"),
         ("train/n00000005/images/n00000005_3.JPEG", None, "200 classes of 4 to 5 images"),
         ("val/images/val_7.JPEG", None, "val_7.JPEG.*which is not there"),

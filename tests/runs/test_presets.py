@@ -205,7 +205,7 @@ def test_data_sets_as_text(tmp_path):
     assert "is downloaded when it is needed, or get cifar-100-python.tar.gz from https" in texts["CIFAR-100"]
     assert "downloaded" not in texts["notMNIST"]
     for member in five.MEMBERS.values():
-        place = tmp_path / member.source.places[0]
+        place = tmp_path / member.source.folder
         place.mkdir(parents=True)
         assert describe_source(member.source, tmp_path).startswith(f"{member.source.name}: damaged\n  {place}")
 
@@ -260,7 +260,7 @@ def miniature(monkeypatch, tmp_path):
     small = {name: m._replace(load=parts(m.load, m.source, 32, 10, 4)) for name, m in five.MEMBERS.items()}
     monkeypatch.setattr(five, "MEMBERS", small)
     for source in SOURCES:
-        (tmp_path / source.places[0]).mkdir(parents=True)
+        (tmp_path / source.folder).mkdir(parents=True)
     return tmp_path
 
 
