@@ -1,0 +1,194 @@
+"""The record of a run: everything that it measured, as plain values.
+
+A record holds what was observed. Whatever can be computed from that (ACC, BWT, gains) is a function of records in
+``metrics.py`` and is never stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SCHEMA = 1
+"""Version of the format. Raise it with every change that an older reader would misunderstand."""
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""Version n -> function that turns a record of version n into one of version n + 1."""
+
+Status = Literal["running", "done", "diverged", "failed"]
+Matrix = list[list[float | None]]
+"""Row t, column i: accuracy on task i after training on task t, as a fraction; None where it was not measured."""
+
+
+class RecordError(ValueError):
+    """A record that cannot be read: corrupt, foreign or of a newer version."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StageRecord(_Frozen):
+    """One training of one task, epoch by epoch. The lists are empty where nothing was traced."""
+
+    epochs: int
+    training_loss: list[float | None] = []
+    """Mean over the epoch's batches, penalties included; None if it is not finite."""
+    validation_loss: list[float | None] = []
+    learning_rate: list[float] = []
+    """Rate of the optimizer's first parameter group."""
+    seconds: list[float] = []
+
+
+class Seconds(_Frozen):
+    """Wall-clock time spent on one task."""
+
+    training: float = 0.0
+    """Both stages, with everything that plugins do in them, the three below included."""
+    memory: float = 0.0
+    """Updates of the projection memory."""
+    fisher: float = 0.0
+    """Estimates of the Fisher information."""
+    merge: float = 0.0
+    """The merge, without its Fisher information."""
+    evaluation: float = 0.0
+
+
+class TaskRecord(_Frozen):
+    """What happened while a task was learned."""
+
+    stages: list[StageRecord]
+    first_epoch_accuracy: float | None = None
+    """Accuracy on the task's own test data after the first epoch of stage 1 (for AOA)."""
+    ranks: dict[str, int] = {}
+    """Rank of the memory of each protected layer after the task, by the name of its weight."""
+    memory_bytes: dict[str, int] = {}
+    """Bytes that each plugin holds after the task, by the name of its class."""
+    seconds: Seconds | None = None
+
+
+class MergeRecord(_Frozen):
+    """One merge, with Δ = θ̂ − θ_GP and d = θ_GP − θ*_{t-1}."""
+
+    t: int
+    """Task, counted from 1."""
+    coefficient: float
+    """λ; its mean over all elements that moved if the rule gives more than one."""
+    plasticity: float
+    """Δᵀ F_t(θ̂) Δ."""
+    stability: float
+    """Δᵀ Λ_{t-1} Δ."""
+    drift: float
+    """dᵀ Λ_{t-1} d."""
+    drift_along_delta: float
+    """dᵀ Λ_{t-1} Δ, which Eq. 20 assumes to be zero."""
+    delta_norm: float
+    """‖Δ‖."""
+    drift_norm: float
+    """‖d‖."""
+    seconds: float
+    """Both Fisher estimates, the coefficient and the new weights."""
+
+
+class References(_Frozen):
+    """Keys of the runs of the same seed that this run is compared with."""
+
+    baseline: str | None = None
+    """The same method without its second stage."""
+    control: str | None = None
+    """The same method with a second stage of equal training and no merge (``-2x``)."""
+
+
+class Record(_Frozen):
+    """Everything that a run measured."""
+
+    schema_version: int = SCHEMA
+    key: str
+    """Name of the run's folder, made from its specification."""
+    spec: dict[str, Any]
+    """The specification, as in ``spec.json``."""
+    method: str
+    """Name of the method, such as ``gpm+became``."""
+    label: str
+    """How tables call it: the name of the method unless a study gives it another."""
+    references: References = References()
+    status: Status = "running"
+    error: str | None = None
+    """Traceback of a run that diverged or failed."""
+    accuracy: dict[str, Matrix] = {}
+    """Accuracy matrix by stream: ``test``, and ``valid`` if there are validation data."""
+    tasks: list[TaskRecord] = []
+    """One per training: one per task, or a single one for joint training."""
+    merges: list[MergeRecord] = []
+    peak_memory_bytes: int | None = None
+    """Largest resident size of the process."""
+    environment: dict[str, str] = {}
+    """Versions of Python, torch, Avalanche and this package, the processor, and the commit of the code."""
+    resumed: list[int] = []
+    """Number of finished tasks at each resume."""
+    converted: dict[str, float] = Field(default={})
+    """Only in records converted from results of version 0.1: sums that it kept instead of what they are made of
+    (``seconds`` of training, ``valid_acc``)."""
+
+    @property
+    def benchmark(self) -> str:
+        """Name of the benchmark."""
+        return str(self.spec["benchmark"])
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return int(self.spec["seed"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether running it again would give the same: done or diverged."""
+        return self.status in ("done", "diverged")
+
+    def to_json(self) -> str:
+        """The text of ``record.json``."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def parse_record(text: str | bytes, where: str = "the record") -> Record:
+    """A record from the text of ``record.json``; raises a RecordError that says what is wrong with ``where``."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"{where} is corrupt: {error}") from None
+    if not isinstance(content, dict) or not isinstance(version := content.get("schema_version"), int):
+        raise RecordError(f"{where} is not the record of a run: it has no schema_version")
+    if version > SCHEMA:
+        raise RecordError(
+            f"{where} has schema version {version}, and this version of became-avalanche reads up to {SCHEMA}: "
+            "upgrade the package"
+        )
+    while version < SCHEMA:
+        if version not in MIGRATIONS:
+            raise RecordError(f"{where} has schema version {version}, which is not known")
+        content = MIGRATIONS[version](content)
+        version += 1
+    try:
+        return Record.model_validate({**content, "schema_version": SCHEMA})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RecordError(f"{where} is corrupt: {place}: {first['msg']}") from None
+
+
+def read_record(path: Path) -> Record:
+    """The record in a file; raises a RecordError if it is corrupt, foreign or of a newer version."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}") from None
+    return parse_record(text, str(path))
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of all runs in a folder of runs, in the order of their keys."""
+    return [read_record(path) for path in sorted(folder.glob("*/record.json"))]
