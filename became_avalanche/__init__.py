@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from became_avalanche.analysis.path import PathScan, scan_path
     from became_avalanche.benchmarks.cifar import cifar100_superclass, split_cifar100
     from became_avalanche.benchmarks.digits import permuted_digits, split_digits
     from became_avalanche.benchmarks.five import five_datasets
@@ -16,9 +17,8 @@ if TYPE_CHECKING:
     from became_avalanche.benchmarks.tensors import image_stream
     from became_avalanche.logging.wandb import WandBLogger
     from became_avalanche.merging.fisher import Fisher
-    from became_avalanche.merging.rules import Merge
+    from became_avalanche.merging.rules import MergeInputs, PreviousFisherRule
     from became_avalanche.metrics.accuracy import AccuracyMatrix
-    from became_avalanche.metrics.path import PathScan, scan_path
     from became_avalanche.models.alexnet import AlexNet
     from became_avalanche.models.lenet import LeNet
     from became_avalanche.models.mlp import MultiHeadMLP
@@ -30,17 +30,20 @@ if TYPE_CHECKING:
     from became_avalanche.plugins.gpcns import GPCNSPlugin
     from became_avalanche.plugins.gpm import GPMPlugin
     from became_avalanche.plugins.merge import BecameMergePlugin, MergeRecord
-    from became_avalanche.plugins.nscl import LaterRatePlugin, NSCLPlugin, nscl_groups
+    from became_avalanche.plugins.nscl import LaterTaskLR, NSCLPlugin, nscl_groups
     from became_avalanche.plugins.owm import OWMPlugin
     from became_avalanche.plugins.plateau import PlateauPlugin, TrainingPlateauPlugin
     from became_avalanche.plugins.projection import GradientProjectionPlugin
     from became_avalanche.plugins.sgp import SGPPlugin
-    from became_avalanche.plugins.stages import StagedPlugin
     from became_avalanche.plugins.trgp import TRGPPlugin
     from became_avalanche.runs.catalogue import find_benchmark
     from became_avalanche.runs.figures import path_figure
     from became_avalanche.runs.presets import BenchmarkPreset, NSCLRecipe, Recipe
     from became_avalanche.runs.train import RunResult, train
+    from became_avalanche.strategy.divergence import DivergenceError
+    from became_avalanche.strategy.protocols import OwnsParameters, StageAware, Suspendable
+    from became_avalanche.strategy.stages import StagedPlugin
+    from became_avalanche.strategy.state import StatefulPlugin
 
 _HOMES = {
     "AccuracyMatrix": "metrics.accuracy",
@@ -48,28 +51,34 @@ _HOMES = {
     "BecameMergePlugin": "plugins.merge",
     "BenchmarkPreset": "runs.presets",
     "ConnectorPlugin": "plugins.connector",
+    "DivergenceError": "strategy.divergence",
     "EqualTrainingPlugin": "plugins.control",
     "Fisher": "merging.fisher",
     "GPCNSPlugin": "plugins.gpcns",
     "GPMPlugin": "plugins.gpm",
     "GradientProjectionPlugin": "plugins.projection",
-    "LaterRatePlugin": "plugins.nscl",
+    "LaterTaskLR": "plugins.nscl",
     "LeNet": "models.lenet",
-    "Merge": "merging.rules",
+    "MergeInputs": "merging.rules",
     "MergeRecord": "plugins.merge",
     "MultiHeadMLP": "models.mlp",
     "MultiHeadNetwork": "models.multihead",
     "NSCLPlugin": "plugins.nscl",
     "NSCLRecipe": "runs.presets",
     "OWMPlugin": "plugins.owm",
-    "PathScan": "metrics.path",
+    "PathScan": "analysis.path",
+    "OwnsParameters": "strategy.protocols",
     "PlateauPlugin": "plugins.plateau",
     "PreActResNet18": "models.preact_resnet",
+    "PreviousFisherRule": "merging.rules",
     "Recipe": "runs.presets",
     "ReducedResNet18": "models.resnet",
     "RunResult": "runs.train",
     "SGPPlugin": "plugins.sgp",
-    "StagedPlugin": "plugins.stages",
+    "StageAware": "strategy.protocols",
+    "StagedPlugin": "strategy.stages",
+    "StatefulPlugin": "strategy.state",
+    "Suspendable": "strategy.protocols",
     "TRGPPlugin": "plugins.trgp",
     "TrainingPlateauPlugin": "plugins.plateau",
     "WandBLogger": "logging.wandb",
@@ -80,7 +89,7 @@ _HOMES = {
     "nscl_groups": "plugins.nscl",
     "path_figure": "runs.figures",
     "permuted_digits": "benchmarks.digits",
-    "scan_path": "metrics.path",
+    "scan_path": "analysis.path",
     "split_cifar100": "benchmarks.cifar",
     "split_digits": "benchmarks.digits",
     "split_miniimagenet": "benchmarks.imagenet",
@@ -94,28 +103,34 @@ __all__ = [
     "BecameMergePlugin",
     "BenchmarkPreset",
     "ConnectorPlugin",
+    "DivergenceError",
     "EqualTrainingPlugin",
     "Fisher",
     "GPCNSPlugin",
     "GPMPlugin",
     "GradientProjectionPlugin",
-    "LaterRatePlugin",
+    "LaterTaskLR",
     "LeNet",
-    "Merge",
+    "MergeInputs",
     "MergeRecord",
     "MultiHeadMLP",
     "MultiHeadNetwork",
     "NSCLPlugin",
     "NSCLRecipe",
     "OWMPlugin",
+    "OwnsParameters",
     "PathScan",
     "PlateauPlugin",
     "PreActResNet18",
+    "PreviousFisherRule",
     "Recipe",
     "ReducedResNet18",
     "RunResult",
     "SGPPlugin",
+    "StageAware",
     "StagedPlugin",
+    "StatefulPlugin",
+    "Suspendable",
     "TRGPPlugin",
     "TrainingPlateauPlugin",
     "WandBLogger",

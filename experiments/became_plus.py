@@ -26,8 +26,8 @@ from avalanche.training.plugins import SupervisedPlugin
 
 from became_avalanche import BecameMergePlugin, Fisher, MultiHeadMLP, train
 from became_avalanche.merging.fisher import Batch
-from became_avalanche.plugins.passes import data_pass
-from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
+from became_avalanche.strategy.passes import data_pass
+from became_avalanche.strategy.weights import interpolate, restore, snapshot, trainable
 from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED, SMALL
 from became_avalanche.runs.compare import Spread
 from became_avalanche.runs.presets import BenchmarkPreset

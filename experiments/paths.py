@@ -95,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     preset = replace(SMALL, stream=partial(split_cifar100, 20), n_tasks=arguments.tasks)
     preset = preset.scaled(epochs=arguments.epochs).at(arguments.data)
-    merge = BecameMergePlugin(keep_path=True)
+    merge = BecameMergePlugin(keep_last_merge=True)
     paths = Paths(merge, arguments.samples)
     train(preset, "gpm", 0, plugins=[merge, paths])
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,8 @@ from avalanche.training.supervised import Naive
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from became_avalanche import StageAware
+
 
 def blobs(n_tasks=3, classes=2, samples=40, shape=(6,), task_labels=True, seed=0):
     """Tasks of noisy class means: separable, but not at once, and different from task to task."""
@@ -158,7 +160,7 @@ def assert_same_weights(first, second):
         assert torch.equal(tensor, second[name]), name
 
 
-class Spy(SupervisedPlugin):
+class Spy(SupervisedPlugin, StageAware):
     """Calls functions of the strategy at callbacks: ``Spy(after_update=f)``, also at ``on_stage_start``."""
 
     CALLBACKS = tuple(name for name in dir(SupervisedPlugin) if name.startswith(("before_", "after_")))
@@ -167,10 +169,12 @@ class Spy(SupervisedPlugin):
         super().__init__()
         for name, call in calls.items():
             assert name in (*self.CALLBACKS, "on_stage_start"), name
-            if name == "on_stage_start":
-                setattr(self, name, call)
-            else:
+            if name != "on_stage_start":
                 setattr(self, name, lambda strategy, call=call, **kwargs: call(strategy))
+        self._on_stage_start = calls.get("on_stage_start", lambda strategy, stage: None)
+
+    def on_stage_start(self, strategy, stage):
+        self._on_stage_start(strategy, stage)
 
 
 class Stages:

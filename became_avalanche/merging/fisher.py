@@ -49,7 +49,7 @@ class Fisher:
 
     def __post_init__(self) -> None:
         if self.name not in ESTIMATORS:
-            raise ValueError(f"unknown Fisher information {self.name!r}; there is {', '.join(ESTIMATORS)}")
+            raise ValueError(f"unknown Fisher estimator {self.name!r}; choose one of: {', '.join(ESTIMATORS)}")
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum'; got {self.reduction!r}")
         if self.n_samples is not None and self.n_samples < 1:
@@ -179,13 +179,13 @@ def curvature_along(
 
 def accumulate(precision: Mapping[str, Tensor], fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``Λ_t = Λ_{t-1} + F_t`` (Eq. 18). A parameter is keyed by name: new ones start at zero, grown ones are padded."""
-    return {name: fit(precision.get(name), diagonal) + diagonal for name, diagonal in fisher.items()} | {
+    return {name: zero_padded(precision.get(name), diagonal) + diagonal for name, diagonal in fisher.items()} | {
         name: old for name, old in precision.items() if name not in fisher
     }
 
 
-def fit(old: Tensor | None, like: Tensor) -> Tensor:
-    """``old`` in the shape of ``like``: zeros where it has nothing to say (a new parameter, new units of a head)."""
+def zero_padded(old: Tensor | None, like: Tensor) -> Tensor:
+    """``old`` with zeros added to the shape of ``like``, for a head that has grown; all zeros for a new parameter."""
     result = torch.zeros_like(like)
     if old is not None:
         result[tuple(slice(size) for size in old.shape)] = old.to(like)

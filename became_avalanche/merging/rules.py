@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from became_avalanche.merging.fisher import fit
+from became_avalanche.merging.fisher import zero_padded
 
 Weights: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Merge:
-    """All that a rule may look at. Tensors are keyed by parameter name."""
+class MergeInputs:
+    """Everything that a rule may look at. Tensors are keyed by parameter name."""
 
     t: int
     """The task, counted from 1."""
@@ -33,7 +34,8 @@ class Merge:
     precision: Weights
     """Diagonal of Λ_{t-1}, the sum of the Fisher informations of all earlier tasks at their merged weights."""
     previous_fisher: Weights = field(default_factory=dict)
-    """Diagonal of F_{t-1}(θ̂_{t-1}), of the previous task alone before its merge; only for rules that need it."""
+    """Diagonal of F_{t-1}(θ̂_{t-1}), of the previous task alone before its merge; empty unless the rule is a
+    ``PreviousFisherRule``."""
 
     @property
     def projected(self) -> bool:
@@ -64,7 +66,15 @@ def norm(weights: Weights) -> float:
 Coefficient: TypeAlias = float | Mapping[str, Tensor]
 """How far to go from ``base`` to ``candidate``: one number, or by name one per tensor or one per element."""
 
-Rule: TypeAlias = Callable[[Merge], Coefficient]
+Rule: TypeAlias = Callable[[MergeInputs], Coefficient]
+
+
+class PreviousFisherRule(ABC):
+    """A rule that looks at ``MergeInputs.previous_fisher``. Inherit from it, and that Fisher information is kept."""
+
+    @abstractmethod
+    def __call__(self, inputs: MergeInputs) -> Coefficient:
+        """How far to go from ``base`` to ``candidate``."""
 
 
 @dataclass(frozen=True)
@@ -90,37 +100,37 @@ class Became:
         if self.granularity not in ("global", "tensor", "element"):
             raise ValueError(f"granularity must be 'global', 'tensor' or 'element'; got {self.granularity!r}")
 
-    def __call__(self, merge: Merge) -> Coefficient:
+    def __call__(self, inputs: MergeInputs) -> Coefficient:
         if self.granularity == "global":
-            return self._of_all(merge)
+            return self._of_all(inputs)
         weights = {}
-        for name, step in merge.delta.items():
-            fisher, precision = merge.fisher[name].double(), merge.precision[name].double()
+        for name, step in inputs.delta.items():
+            fisher, precision = inputs.fisher[name].double(), inputs.precision[name].double()
             plasticity, stability = fisher * step.square(), precision * step.square()
-            anchor = precision * merge.drift[name] * step if self.exact_anchor else torch.zeros_like(step)
+            anchor = precision * inputs.drift[name] * step if self.exact_anchor else torch.zeros_like(step)
             if self.granularity == "tensor":
                 plasticity, stability, anchor = plasticity.sum(), stability.sum(), anchor.sum()
                 step = step.abs().sum()
             ratio = ((plasticity - anchor) / (plasticity + stability)).clamp(0, 1)
-            ratio = torch.where(plasticity + stability == 0, 1 / merge.t, ratio)
+            ratio = torch.where(plasticity + stability == 0, 1 / inputs.t, ratio)
             weights[name] = torch.where(step == 0, 0.0, ratio)
         return weights
 
-    def _of_all(self, merge: Merge) -> float:
-        delta = merge.delta
+    def _of_all(self, inputs: MergeInputs) -> float:
+        delta = inputs.delta
         if not any(step.any() for step in delta.values()):
             return 0.0
-        plasticity = quadratic_form(delta, merge.fisher, delta)
-        stability = quadratic_form(delta, merge.precision, delta)
+        plasticity = quadratic_form(delta, inputs.fisher, delta)
+        stability = quadratic_form(delta, inputs.precision, delta)
         if plasticity + stability == 0:
             warnings.warn(
-                f"task {merge.t}: the Fisher informations of this task and of the earlier ones both vanish along the "
-                f"merging path, so Eq. 20 is undefined; merging with 1/t = {1 / merge.t:.3f} instead",
+                f"task {inputs.t}: the Fisher informations of this task and of the earlier ones both vanish along the "
+                f"merging path, so Eq. 20 is undefined; merging with 1/t = {1 / inputs.t:.3f} instead",
                 stacklevel=3,
             )
-            return 1 / merge.t
+            return 1 / inputs.t
         if self.exact_anchor:
-            exact = plasticity - quadratic_form(merge.drift, merge.precision, delta)
+            exact = plasticity - quadratic_form(inputs.drift, inputs.precision, delta)
             return min(1.0, max(0.0, exact / (plasticity + stability)))
         return plasticity / (plasticity + stability)  # Eq. 20
 
@@ -131,38 +141,36 @@ class Constant:
 
     alpha: float = 0.4
 
-    def __call__(self, merge: Merge) -> float:
+    def __call__(self, inputs: MergeInputs) -> float:
         return self.alpha
 
 
 @dataclass(frozen=True)
-class CoFiMA:
+class CoFiMA(PreviousFisherRule):
     """``α F_t / ((1 − α) F_{t-1} + α F_t)`` for each element, with the Fisher information of the previous task alone.
 
     Where both vanish, α. What the previous task did not have (a new head) has no Fisher information there.
     """
 
-    needs_previous_fisher: ClassVar[bool] = True
-
     alpha: float = 0.4
 
-    def __call__(self, merge: Merge) -> dict[str, Tensor]:
+    def __call__(self, inputs: MergeInputs) -> dict[str, Tensor]:
         weights = {}
-        for name, fisher in merge.fisher.items():
+        for name, fisher in inputs.fisher.items():
             now = self.alpha * fisher.double()
-            before = (1 - self.alpha) * fit(merge.previous_fisher.get(name), fisher).double()
+            before = (1 - self.alpha) * zero_padded(inputs.previous_fisher.get(name), fisher).double()
             weights[name] = torch.where(now + before == 0, self.alpha, now / (now + before))
         return weights
 
 
-def one_over_t(merge: Merge) -> float:
+def one_over_t(inputs: MergeInputs) -> float:
     """The mean of all tasks, if each starts from the mean of those before (IMM-mean, Connector)."""
-    return 1 / merge.t
+    return 1 / inputs.t
 
 
-def none(merge: Merge) -> float:
+def none(inputs: MergeInputs) -> float:
     """No merge: the weights after the first stage, which is the only one without projection."""
-    return 0.0 if merge.projected else 1.0
+    return 0.0 if inputs.projected else 1.0
 
 
 became = Became()

@@ -11,7 +11,7 @@ from avalanche.evaluation.metrics import Accuracy
 from avalanche.training.templates import SupervisedTemplate
 from numpy.typing import NDArray
 
-from became_avalanche.plugins.passes import experiences_in_training
+from became_avalanche.strategy.passes import experiences_in_training
 
 
 class AccuracyMatrix(PluginMetric):

@@ -12,12 +12,13 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.plugins.merge import BecameMergePlugin
-from became_avalanche.plugins.projection import task_heads
-from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended
-from became_avalanche.plugins.weights import interpolate, restore, snapshot
+from became_avalanche.strategy.heads import task_heads
+from became_avalanche.strategy.protocols import StageAware
+from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended
+from became_avalanche.strategy.weights import interpolate, restore, snapshot
 
 
-class ConnectorPlugin(StagedPlugin):
+class ConnectorPlugin(StagedPlugin, StageAware):
     """Trains each experience in two branches from the same weights and merges them with 1/t.
 
     From the second experience ``t`` on:
@@ -57,9 +58,10 @@ class ConnectorPlugin(StagedPlugin):
             theta_p = snapshot(strategy)
             with projections_suspended(strategy):
                 run(2)
-            share = 1 / (self.t + 1)
-            restore(strategy, interpolate(theta_p, snapshot(strategy), share, share))
-            finish_merge(strategy)
+            with self.timed("merge"):
+                share = 1 / (self.t + 1)
+                restore(strategy, interpolate(theta_p, snapshot(strategy), share, share))
+                finish_merge(strategy)
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
         """Note where the experience starts, and start the second branch there."""

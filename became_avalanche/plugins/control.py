@@ -7,7 +7,7 @@ from typing import Any
 
 from avalanche.training.templates import SupervisedTemplate
 
-from became_avalanche.plugins.stages import StagedPlugin
+from became_avalanche.strategy.stages import StagedPlugin
 
 
 class EqualTrainingPlugin(StagedPlugin):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
-from became_avalanche.subspace.basis import Projector, directions, importance, reach
+from became_avalanche.subspace.basis import directions, importance, reach
 from became_avalanche.subspace.layers import InputMatrix, as_rows
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class GPCNSPlugin(EnergyThresholdPlugin):
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
         """The gradient of each layer: its rows are the columns."""
-        rows = self._stale_rows(strategy) if self.reference else self._gradient_rows(strategy, num_workers)
+        rows = self._stale_rows(strategy) if self.reference else self.gradient_rows(strategy, num_workers)
         gradients = {name: InputMatrix() for name in rows}
         for name, gradient in rows.items():
             gradients[name].add(gradient.mT)
@@ -57,11 +56,11 @@ class GPCNSPlugin(EnergyThresholdPlugin):
         spaces.add(vectors * self._leading(strengths, self.experiences + 1).unsqueeze(-2))
         self.memory[name] = {"gradients": gradients, "spaces": spaces.compressed()}
 
-    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+    def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
         strengths, vectors = directions(self.memory[name]["spaces"])
         if self.experiences > 1:
             strengths = strengths * self._leading(strengths, self.experiences)
-        return Projector.away_from(vectors, importance(strengths, self.alpha))
+        return vectors, importance(strengths, self.alpha)
 
     def _leading(self, strengths: Tensor, t: int) -> Tensor:
         total = strengths.sum(-1, keepdim=True)
@@ -70,8 +69,8 @@ class GPCNSPlugin(EnergyThresholdPlugin):
     def _stale_rows(self, strategy: SupervisedTemplate) -> dict[str, Tensor]:
         parameters = dict(strategy.model.named_parameters())
         rows = {}
-        for name in self._layers.protected:
-            gradients = [parameters[part].grad for part in self._parts(name)]
+        for name in self.layers.protected:
+            gradients = [parameters[part].grad for part in self.parts(name)]
             if all(gradient is not None for gradient in gradients):
-                rows[name] = as_rows([gradient for gradient in gradients if gradient is not None], self._groups(name))
+                rows[name] = as_rows([gradient for gradient in gradients if gradient is not None], self.groups(name))
         return rows

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin
-from became_avalanche.subspace.basis import Projector, grow_basis
+from became_avalanche.subspace.basis import grow_basis
 from became_avalanche.subspace.layers import InputMatrix
 
 
@@ -24,5 +22,5 @@ class GPMPlugin(EnergyThresholdPlugin):
         threshold = self.threshold_of(self.experiences + 1)
         self.memory[name] = {"basis": grow_basis(old, observed, threshold, below=self.reference and first)}
 
-    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
-        return Projector.away_from(self.memory[name]["basis"])
+    def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self.memory[name]["basis"], None

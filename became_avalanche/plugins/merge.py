@@ -13,12 +13,22 @@ import torch
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
-from became_avalanche.merging.fisher import Batch, Fisher, accumulate, fit
-from became_avalanche.merging.rules import RULES, Merge, Rule, mean_coefficient, norm, quadratic_form
-from became_avalanche.plugins.passes import data_pass
-from became_avalanche.plugins.projection import GradientProjectionPlugin
-from became_avalanche.plugins.stages import StagedPlugin, finish_merge, projections_suspended, publish
-from became_avalanche.plugins.weights import interpolate, restore, snapshot, trainable
+from became_avalanche.files import look_up
+from became_avalanche.merging.fisher import Batch, Fisher, accumulate, zero_padded
+from became_avalanche.merging.rules import (
+    RULES,
+    MergeInputs,
+    PreviousFisherRule,
+    Rule,
+    mean_coefficient,
+    norm,
+    quadratic_form,
+)
+from became_avalanche.strategy.divergence import DivergenceError
+from became_avalanche.strategy.passes import data_pass
+from became_avalanche.strategy.protocols import Suspendable
+from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended, publish
+from became_avalanche.strategy.weights import interpolate, restore, snapshot, trainable
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class MergeRecord:
     t: int
     """The task, counted from 1."""
     coefficient: float
-    """λ; if the rule gives more than one, their mean over all elements that moved."""
+    """λ; its mean over all elements that moved if the rule gives more than one."""
     plasticity: float
     """Δᵀ F_t(θ̂) Δ."""
     stability: float
@@ -36,13 +46,13 @@ class MergeRecord:
     drift: float
     """dᵀ Λ_{t-1} d."""
     drift_along_delta: float
-    """dᵀ Λ_{t-1} Δ, which Eq. 20 takes for zero."""
+    """dᵀ Λ_{t-1} Δ, which Eq. 20 assumes to be zero."""
     delta_norm: float
     """‖Δ‖."""
     drift_norm: float
     """‖d‖."""
     seconds: float
-    """Time of the merge: both Fisher informations, the coefficient and the new weights."""
+    """Both Fisher estimates, the coefficient and the new weights."""
 
 
 class BecameMergePlugin(StagedPlugin):
@@ -57,13 +67,17 @@ class BecameMergePlugin(StagedPlugin):
 
     The memory of the projection plugins is then updated on ``θ*``, in whatever order the plugins are listed. The first
     experience is trained once. Stage 2 starts as a plain training would: fresh optimizer state, learning rate schedule
-    and early stopping. Other people's plugins work in both stages.
+    and early stopping. Plugins that are not ``Suspendable`` work in both stages.
 
-    Without a projection plugin there is one stage, free from ``θ*_{t-1}``, whose ``θ̂`` is merged with ``θ*_{t-1}``, as
-    in the paper's ablation. What no earlier task has learned, such as the new head, is taken from ``θ̂``.
+    Without a ``Suspendable`` plugin there is one stage, free from ``θ*_{t-1}``, whose ``θ̂`` is merged with
+    ``θ*_{t-1}``, as in the paper's ablation. What no earlier task has learned, such as the new head, is taken from
+    ``θ̂``.
 
     All parameters are merged with one λ, the current head included; floating-point buffers (running statistics) too.
-    Other rules take the place of Eq. 20 by name, or as a function of the ``Merge``.
+    Other rules can replace Eq. 20, by name or as a function of ``MergeInputs``.
+
+    **Variants.** A subclass can override ``choose_candidate`` (which weights are ``θ̂``), ``estimate_fisher`` (how the
+    Fisher information is estimated) and ``on_merged`` (what follows the merge, such as a third stage).
     """
 
     _STATE = ("t", "precision", "previous_fisher", "merges")
@@ -74,40 +88,38 @@ class BecameMergePlugin(StagedPlugin):
         rule: str | Rule = "became",
         fisher: str | Fisher = "batched",
         epochs: int | None = None,
-        keep_path: bool = False,
+        keep_last_merge: bool = False,
     ) -> None:
         """Init.
 
         :param rule: how far to go from ``θ_GP`` to ``θ̂``: "became", "became-tensor" (one λ per tensor), "became-exact"
             (without the assumption that ``θ_GP`` is as good for old tasks as ``θ*_{t-1}``), "one-over-t", "constant"
-            (0.4), "cofima", "imm-mode" (one λ per element) or "none"; or a function that gets a ``Merge`` and returns a
-            number, or by parameter name a tensor.
-        :param fisher: how the Fisher information is estimated, by name or as an object with more to say: "batched",
-            "batched-sampled", "empirical", "sampled" or "exact"; see ``Fisher``.
-        :param epochs: epochs of stage 2, if not as many as the strategy's ``train_epochs``.
-        :param keep_path: keep all that the last merge was made of in ``path``, for ``scan_path``; four times the size
-            of the model.
+            (0.4), "cofima", "imm-mode" (one λ per element) or "none"; or a function of ``MergeInputs`` that returns a
+            number, or tensors by parameter name.
+        :param fisher: how the Fisher information is estimated: "batched", "batched-sampled", "empirical", "sampled" or
+            "exact"; or a ``Fisher``, which has more options.
+        :param epochs: epochs of stage 2; None for the strategy's ``train_epochs``.
+        :param keep_last_merge: keep the inputs of the last merge in ``last_merge``, for ``scan_path``. They take about
+            five times the size of the model.
         """
         super().__init__()
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs of stage 2 must be at least 1, or None for the strategy's; got {epochs}")
-        if isinstance(rule, str) and rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r}; there is {', '.join(RULES)}, or pass a function of a Merge")
-        self.rule = RULES[rule] if isinstance(rule, str) else rule
+        self.rule = look_up("rule", rule, RULES) if isinstance(rule, str) else rule
         self.fisher = Fisher(fisher) if isinstance(fisher, str) else fisher
         self.epochs = epochs
-        self.keep_path = keep_path
-        self.path: Merge | None = None
-        """The last merge, if it is kept."""
+        self.keep_last_merge = keep_last_merge
+        self.last_merge: MergeInputs | None = None
+        """Inputs of the last merge with ``keep_last_merge=True``: θ*_{t-1}, θ_GP, θ̂ and what the rule knew of them."""
         self.precision: dict[str, Tensor] = {}
         """Diagonal of Λ_t, by parameter name."""
         self.previous_fisher: dict[str, Tensor] = {}
-        """Diagonal of F_t(θ̂_t), by parameter name, if the rule asks for it with ``needs_previous_fisher = True``."""
+        """Diagonal of F_t(θ̂_t), by parameter name, if the rule is a ``PreviousFisherRule``."""
         self.merges: list[MergeRecord] = []
         """One record per merge, so none for the first experience."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later merges depend on, and the records of the earlier ones."""
+        """Everything that later merges depend on, and the records of the earlier ones."""
         return {**super().state_dict(), "merges": [asdict(record) for record in self.merges]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,52 +127,112 @@ class BecameMergePlugin(StagedPlugin):
         super().load_state_dict(state)
         self.merges = [MergeRecord(**record) for record in state["merges"]]
 
+    # -------------------------------------------------------------------------------------------------- for variants
+
+    def choose_candidate(self, strategy: SupervisedTemplate, base: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All weights of the candidate ``θ̂``, at the end of stage 2: by default the weights as they are.
+
+        :param strategy: the strategy.
+        :param base: ``θ_GP``, where the path begins; without projection ``θ*_{t-1}``.
+        """
+        return snapshot(strategy)
+
+    def estimate_fisher(
+        self, strategy: SupervisedTemplate, names: Container[str], num_workers: int
+    ) -> dict[str, Tensor]:
+        """The diagonal of F_t at the present weights, by parameter name.
+
+        It is called at ``θ̂`` for the merge and then at ``θ*`` for Λ; in the first experience only once. By default it
+        looks at the training data of the experience with eval transforms, in batches as in training.
+
+        :param strategy: the strategy.
+        :param names: the parameters to look at. Evaluations during the experience may have added heads that it does
+            not train; these are left out.
+        :param num_workers: worker processes that load the data.
+        """
+        parameters = {name: parameter for name, parameter in trainable(strategy).items() if name in names}
+        dataset = strategy.experience.dataset
+        with data_pass(strategy, dataset, strategy.train_mb_size, self.fisher.n_samples, num_workers) as batches:
+            passes = (Batch(strategy.criterion(), strategy.mb_output, strategy.mb_y) for _ in batches)
+            return self.fisher(passes, strategy.model, parameters)
+
+    def on_merged(self, strategy: SupervisedTemplate, inputs: MergeInputs, run: Callable[[int], None]) -> None:
+        """Called after each merge, when the model is at ``θ*`` and Λ includes it; by default nothing happens.
+
+        :param strategy: the strategy.
+        :param inputs: what has been merged.
+        :param run: ``run(3)`` trains the experience once more, with projection; see ``free_training`` for without.
+        """
+
+    @contextmanager
+    def free_training(self, strategy: SupervisedTemplate, epochs: int | None = None) -> Iterator[None]:
+        """A context in which stages run without projection.
+
+        :param strategy: the strategy.
+        :param epochs: epochs of each stage; None for the ``epochs`` of this plugin.
+        """
+        train_epochs = strategy.train_epochs
+        with projections_suspended(strategy):
+            try:
+                strategy.train_epochs = epochs or self.epochs or train_epochs
+                yield
+            finally:
+                strategy.train_epochs = train_epochs
+
+    # ------------------------------------------------------------------------------------------------------- details
+
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
-        workers = kwargs.get("num_workers", 0)
+        num_workers = kwargs.get("num_workers", 0)
         theta_previous = snapshot(strategy)
         run(1)
         if self.t == 0:
-            self.precision = self._fisher(strategy, theta_previous, workers)
+            self.precision = self._fisher(strategy, theta_previous, num_workers)
             self._remember(self.precision)
-        elif any(isinstance(plugin, GradientProjectionPlugin) for plugin in strategy.plugins):
+            return
+        theta_gp = None
+        if any(isinstance(plugin, Suspendable) for plugin in strategy.plugins):
             theta_gp = snapshot(strategy)
-            with self._free_training(strategy):
+            with self.free_training(strategy):
                 run(2)
-            self._merge(strategy, theta_previous, theta_gp, workers)
-        else:
-            self._merge(strategy, theta_previous, None, workers)
+        inputs = self._merge(strategy, theta_previous, theta_gp, num_workers)
+        self.on_merged(strategy, inputs, run)
 
     def _merge(
         self,
         strategy: SupervisedTemplate,
         theta_previous: dict[str, Tensor],
         theta_gp: dict[str, Tensor] | None,
-        workers: int,
-    ) -> None:
-        start = perf_counter()
-        theta_hat = snapshot(strategy)
+        num_workers: int,
+    ) -> MergeInputs:
+        start, fisher_before = perf_counter(), self.seconds["fisher"]
         sound = theta_gp or theta_previous
-        if theta_gp is None:
-            theta_previous = theta_gp = self._with_new(theta_previous, theta_hat, trainable(strategy))
         try:
-            fisher = self._fisher(strategy, theta_previous, workers)
-            precision = {name: fit(self.precision.get(name), diagonal) for name, diagonal in fisher.items()}
-            merge = Merge(self.t + 1, theta_previous, theta_gp, theta_hat, fisher, precision, self.previous_fisher)
-            coefficient = self.rule(merge)
-            mean = mean_coefficient(coefficient, merge.delta)
+            theta_hat = self.choose_candidate(strategy, sound)
+            restore(strategy, theta_hat)
+            if theta_gp is None:
+                theta_previous = theta_gp = self._with_new(theta_previous, theta_hat, trainable(strategy))
+            fisher = self._fisher(strategy, theta_previous, num_workers)
+            precision = {name: zero_padded(self.precision.get(name), diagonal) for name, diagonal in fisher.items()}
+            inputs = MergeInputs(
+                self.t + 1, theta_previous, theta_gp, theta_hat, fisher, precision, self.previous_fisher
+            )
+            coefficient = self.rule(inputs)
+            mean = mean_coefficient(coefficient, inputs.delta)
             if not isfinite(mean):
-                raise ValueError(f"the rule {self.rule} gave a coefficient that is not finite for task {merge.t}")
+                raise ValueError(f"the rule {self.rule} gave a coefficient that is not finite for task {inputs.t}")
             restore(strategy, interpolate(theta_gp, theta_hat, coefficient, mean))
             # what a plugin trains for this task alone needs no precision: no later task moves it
             shared = {name for name, _ in strategy.model.named_parameters()} & theta_previous.keys()
-            self.precision = accumulate(self.precision, self._fisher(strategy, shared, workers))  # at θ*
+            self.precision = accumulate(self.precision, self._fisher(strategy, shared, num_workers))  # at θ*
         except Exception:
             restore(strategy, sound)
             raise
         self._remember(fisher)
-        self.path = merge if self.keep_path else None
+        self.last_merge = inputs if self.keep_last_merge else None
         finish_merge(strategy)
-        record = _record(merge, mean, perf_counter() - start)
+        seconds = perf_counter() - start
+        self.seconds["merge"] += seconds - (self.seconds["fisher"] - fisher_before)  # type: ignore[assignment]
+        record = _record(inputs, mean, seconds)
         self.merges.append(record)
         for name, value in (
             ("Lambda", record.coefficient),
@@ -168,6 +240,7 @@ class BecameMergePlugin(StagedPlugin):
             ("Stability", record.stability),
         ):
             publish(self, strategy, name, value)
+        return inputs
 
     def _with_new(self, old: dict[str, Tensor], new: dict[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
         """``old``, but ``new`` where no task has left a precision: a new head, new units of a head that grows."""
@@ -176,53 +249,32 @@ class BecameMergePlugin(StagedPlugin):
             if name in old:
                 precision = self.precision.get(name)
                 known = None if precision is None or not precision.any() else torch.ones_like(precision)
-                result[name] = torch.where(fit(known, new[name]).bool(), old[name], new[name])
+                result[name] = torch.where(zero_padded(known, new[name]).bool(), old[name], new[name])
         return result
 
     def _remember(self, fisher: dict[str, Tensor]) -> None:
-        if getattr(self.rule, "needs_previous_fisher", False):
+        if isinstance(self.rule, PreviousFisherRule):
             self.previous_fisher = fisher
 
-    def _fisher(self, strategy: SupervisedTemplate, names: Container[str], workers: int) -> dict[str, Tensor]:
-        """F_t at the present weights, on training data of the experience in batches as in training.
-
-        :param names: the parameters to look at; evaluations during the experience may have added heads that it does
-            not train.
-        """
-        parameters = {name: parameter for name, parameter in trainable(strategy).items() if name in names}
-        dataset = strategy.experience.dataset
-        with data_pass(strategy, dataset, strategy.train_mb_size, self.fisher.n_samples, workers) as batches:
-            passes = (Batch(strategy.criterion(), strategy.mb_output, strategy.mb_y) for _ in batches)
-            fisher = self.fisher(passes, strategy.model, parameters)
+    def _fisher(self, strategy: SupervisedTemplate, names: Container[str], num_workers: int) -> dict[str, Tensor]:
+        """``estimate_fisher``, timed and checked."""
+        with self.timed("fisher"):
+            fisher = self.estimate_fisher(strategy, names, num_workers)
         for name, diagonal in fisher.items():
             if not diagonal.isfinite().all():
-                raise ValueError(
-                    f"the Fisher information of task {self.t + 1} is not finite, first in {name}: the training has "
-                    "diverged; lower the learning rate"
-                )
+                raise DivergenceError(f"the Fisher information of task {self.t + 1} is not finite, first in {name}")
         return fisher
 
-    @contextmanager
-    def _free_training(self, strategy: SupervisedTemplate) -> Iterator[None]:
-        """Stage 2: no projection, and its own number of epochs."""
-        train_epochs = strategy.train_epochs
-        with projections_suspended(strategy):
-            try:
-                strategy.train_epochs = self.epochs or train_epochs
-                yield
-            finally:
-                strategy.train_epochs = train_epochs
 
-
-def _record(merge: Merge, coefficient: float, seconds: float) -> MergeRecord:
-    delta, drift = merge.delta, merge.drift
+def _record(inputs: MergeInputs, coefficient: float, seconds: float) -> MergeRecord:
+    delta, drift = inputs.delta, inputs.drift
     return MergeRecord(
-        t=merge.t,
+        t=inputs.t,
         coefficient=coefficient,
-        plasticity=quadratic_form(delta, merge.fisher, delta),
-        stability=quadratic_form(delta, merge.precision, delta),
-        drift=quadratic_form(drift, merge.precision, drift),
-        drift_along_delta=quadratic_form(drift, merge.precision, delta),
+        plasticity=quadratic_form(delta, inputs.fisher, delta),
+        stability=quadratic_form(delta, inputs.precision, delta),
+        drift=quadratic_form(drift, inputs.precision, drift),
+        drift_along_delta=quadratic_form(drift, inputs.precision, delta),
         delta_norm=norm(delta),
         drift_norm=norm(drift),
         seconds=seconds,

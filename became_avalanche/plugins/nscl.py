@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from became_avalanche.merging.fisher import batched_fisher
 from became_avalanche.plugins.covariance import CovariancePlugin
-from became_avalanche.plugins.passes import data_pass
-from became_avalanche.plugins.projection import ProjectionOptions, refuse_divergence, task_heads
-from became_avalanche.plugins.state import StatefulPlugin
-from became_avalanche.subspace.basis import Projector, compact
+from became_avalanche.plugins.projection import ProjectionOptions, refuse_divergence, stored_like
+from became_avalanche.strategy.heads import task_heads
+from became_avalanche.strategy.passes import data_pass
+from became_avalanche.strategy.state import StatefulPlugin
+from became_avalanche.subspace.basis import compact
 from became_avalanche.subspace.layers import InputMatrix, map_layers
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class NSCLPlugin(CovariancePlugin):
     """
 
     freezes_normalisation = False
+    _STATE = (*CovariancePlugin._STATE, "normalisation")
 
     def __init__(
         self,
@@ -66,38 +68,47 @@ class NSCLPlugin(CovariancePlugin):
         self.a = a
         self.coefficient = coefficient
         self.reference = reference
+        self.normalisation: dict[str, dict[str, Tensor]] = {}
+        """Importance and anchor of each parameter of a normalisation layer, by its name."""
         self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
         """The inputs of each layer, or their means over batches."""
         if self.reference:
-            return self._layer_inputs(strategy, strategy.train_mb_size, num_workers, batch_mean=True)
+            return self.layer_inputs(strategy, strategy.train_mb_size, num_workers, batch_mean=True)
         return super().observe(strategy, num_workers)
 
-    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+    def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
         eigenvalues, vectors = self.spectrum(name)
+        return compact(vectors * ~self._null(eigenvalues, vectors)[..., : vectors.shape[-1]].unsqueeze(-2)), None
+
+    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+        project = super().projector(name)
+        if not self.reference:
+            return project
+        eigenvalues, vectors = self.spectrum(name)
+        norm = self._null(eigenvalues, vectors).sum(-1).sqrt().to(vectors)[..., None, None]  # ‖V₂ V₂ᵀ‖ of each group
+        return lambda rows: project(rows) / norm
+
+    def _null(self, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+        """Which eigenvalues, padded with zeros to all d of them, count as zero."""
         eigenvalues = F.pad(eigenvalues, (0, vectors.shape[-2] - vectors.shape[-1]))
         smallest, largest = eigenvalues[..., -1:], eigenvalues[..., :1]
         if not self.reference:
             smallest = torch.maximum(smallest, FLOOR * largest)
-        null = eigenvalues <= self.a * smallest if self.a < float("inf") else torch.ones_like(eigenvalues).bool()
-        project = Projector.away_from(compact(vectors * ~null[..., : vectors.shape[-1]].unsqueeze(-2)))
-        if not self.reference:
-            return project
-        norm = null.sum(-1).sqrt().to(vectors)[..., None, None]  # ‖V₂ V₂ᵀ‖ of each group
-        return lambda rows: project(rows) / norm
+        return eigenvalues <= self.a * smallest if self.a < float("inf") else torch.ones_like(eigenvalues).bool()
 
     # ------------------------------------------------------------------------------------------------ normalisation
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         super().before_training_exp(strategy, **kwargs)
         parameters = dict(self._normalisation(strategy))
-        for name in parameters.keys() & self.memory.keys():
-            self._store_like(name, parameters[name])
+        for name in parameters.keys() & self.normalisation.keys():
+            self.normalisation[name] = stored_like(self.normalisation[name], parameters[name])
         self._held = [
-            (parameter, self.memory[name]["importance"], self.memory[name]["anchor"])
+            (parameter, self.normalisation[name]["importance"], self.normalisation[name]["anchor"])
             for name, parameter in parameters.items()
-            if name in self.memory
+            if name in self.normalisation
         ]
 
     def before_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
@@ -106,11 +117,12 @@ class NSCLPlugin(CovariancePlugin):
 
     def _normalisation(self, strategy: SupervisedTemplate) -> Iterator[tuple[str, nn.Parameter]]:
         parameters = dict(strategy.model.named_parameters())
-        return ((name, parameters[name]) for name in self._layers.normalisation if parameters[name].requires_grad)
+        return ((name, parameters[name]) for name in self.layers.normalisation if parameters[name].requires_grad)
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         parameters = dict(self._normalisation(strategy))
-        importances = self._importances(strategy, parameters, kwargs.get("num_workers", 0))
+        with self.timed("memory"):
+            importances = self._importances(strategy, parameters, kwargs.get("num_workers", 0))
         super().after_training_exp(strategy, **kwargs)
         for name, importance in importances.items():
             self._hold(name, importance, parameters[name].detach().clone())
@@ -129,12 +141,12 @@ class NSCLPlugin(CovariancePlugin):
 
     def _hold(self, name: str, importance: Tensor, anchor: Tensor) -> None:
         """Add this task's term: the sum of all terms is one with the sum of importances at their mean anchor."""
-        if name in self.memory:
-            old = self.memory[name]
+        if name in self.normalisation:
+            old = self.normalisation[name]
             total = old["importance"] + importance
             share = (importance / total).nan_to_num(1.0)  # where neither matters, the anchor does not either
             anchor, importance = torch.lerp(old["anchor"], anchor, share), total
-        self.memory[name] = {"importance": importance, "anchor": anchor}
+        self.normalisation[name] = {"importance": importance, "anchor": anchor}
 
 
 def _loss_of_predictions(strategy: SupervisedTemplate) -> Tensor:
@@ -155,7 +167,7 @@ def nscl_groups(
     """The parameter groups of the Adam-NSCL recipe, for an optimizer: backbone, heads and normalisation, in this order.
 
     :param model: a model with task heads of Avalanche.
-    :param lr: learning rate of the backbone in the first experience; see ``LaterRatePlugin`` for the others.
+    :param lr: learning rate of the backbone in the first experience; see ``LaterTaskLR`` for the others.
     :param head_lr: learning rate of the heads, which have no weight decay.
     :param normalisation_lr: learning rate of the normalisation layers.
     :param weight_decay: weight decay of backbone and normalisation.
@@ -173,8 +185,8 @@ def nscl_groups(
     return [group for group in groups if group["params"]]
 
 
-class LaterRatePlugin(StatefulPlugin):
-    """From the second experience on, trains one parameter group with another learning rate."""
+class LaterTaskLR(StatefulPlugin):
+    """Sets the learning rate of one parameter group from the second experience on."""
 
     _STATE = ("experiences",)
 

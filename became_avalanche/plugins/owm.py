@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from became_avalanche.plugins.covariance import CovariancePlugin
 from became_avalanche.plugins.projection import ProjectionOptions
-from became_avalanche.subspace.basis import Projector
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,6 +35,6 @@ class OWMPlugin(CovariancePlugin):
             raise ValueError(f"alpha must be above 0; got {alpha}")
         self.alpha = alpha
 
-    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+    def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
         energies, vectors = self.spectrum(name)
-        return Projector.away_from(vectors, energies / (self.alpha + energies))
+        return vectors, energies / (self.alpha + energies)

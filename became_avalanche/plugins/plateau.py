@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from math import inf
 from typing import Any
 
@@ -11,11 +11,13 @@ from avalanche.training.plugins import SupervisedPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
-from became_avalanche.plugins.passes import data_pass, experiences_in_training
-from became_avalanche.plugins.weights import restore, snapshot
+from became_avalanche.strategy.divergence import DivergenceError
+from became_avalanche.strategy.passes import data_pass, experiences_in_training
+from became_avalanche.strategy.protocols import StageAware
+from became_avalanche.strategy.weights import restore, snapshot
 
 
-class _Plateau(SupervisedPlugin, ABC):
+class _Plateau(SupervisedPlugin, StageAware):
     """Lowers the learning rates whenever a loss has not improved for some epochs, and ends each training in time."""
 
     def __init__(self, patience: int, factor: float) -> None:
@@ -27,20 +29,29 @@ class _Plateau(SupervisedPlugin, ABC):
         self.patience = patience
         self.factor = factor
         self._rates: list[float] = []
+        self._last_loss: float | None = None
+
+    @property
+    def last_loss(self) -> float | None:
+        """The watched loss of the epoch that ended last, or None before the first epoch of a training.
+
+        A plugin that comes later in the list can read it in its ``after_training_epoch``.
+        """
+        return self._last_loss
 
     @abstractmethod
     def loss(self, strategy: SupervisedTemplate) -> float:
-        """What should go down, after an epoch."""
+        """The watched loss, after an epoch."""
 
     @abstractmethod
     def is_last(self, strategy: SupervisedTemplate) -> bool:
-        """Whether training ends on this plateau, instead of going on with a lower rate."""
+        """Whether training ends on this plateau instead of going on with a lower learning rate."""
 
     def improved(self, strategy: SupervisedTemplate) -> None:
-        """The loss is the lowest so far."""
+        """Called when the loss is the lowest so far."""
 
     def ended(self, strategy: SupervisedTemplate) -> None:
-        """A training has ended."""
+        """Called when a training has ended."""
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._rates = [group["lr"] for group in strategy.optimizer.param_groups]
@@ -48,11 +59,11 @@ class _Plateau(SupervisedPlugin, ABC):
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
         """Start a training: nothing is best yet."""
-        self._best_loss = inf
+        self._best_loss, self._last_loss = inf, None
         self._left = self.patience
 
     def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        loss = self.loss(strategy)
+        loss = self._last_loss = self.loss(strategy)
         ended = strategy.clock.train_exp_epochs == strategy.train_epochs - 1
         if loss < self._best_loss:
             self._best_loss, self._left = loss, self.patience
@@ -143,9 +154,7 @@ class PlateauPlugin(_Plateau):
 
     def ended(self, strategy: SupervisedTemplate) -> None:
         if not self._best_weights:
-            raise ValueError(
-                "the validation loss was not a number in any epoch: the training has diverged; lower the learning rate"
-            )
+            raise DivergenceError("the validation loss was not a number in any epoch")
         restore(strategy, self._best_weights)
 
     def _validation_data(self, experience: Any) -> Any:
@@ -196,7 +205,7 @@ class TrainingPlateauPlugin(_Plateau):
         """Mean loss over the batches of the epoch."""
         loss = self._total / self._samples
         if loss != loss:
-            raise ValueError("the training loss is not a number: the training has diverged; lower the learning rate")
+            raise DivergenceError("the training loss is not a number")
         return loss
 
     def is_last(self, strategy: SupervisedTemplate) -> bool:

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
-from avalanche.models import IncrementalClassifier, MultiHeadClassifier
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
-from became_avalanche.plugins.passes import data_pass, mean_gradients, refuse_online
-from became_avalanche.plugins.state import StatefulPlugin
+from became_avalanche.files import suggestion
+from became_avalanche.strategy.divergence import DivergenceError
+from became_avalanche.strategy.heads import task_heads
+from became_avalanche.strategy.passes import data_pass, mean_gradients, refuse_online
+from became_avalanche.strategy.protocols import Suspendable
+from became_avalanche.strategy.state import StatefulPlugin
+from became_avalanche.subspace.basis import Projector
 from became_avalanche.subspace.layers import (
     InputMatrix,
     LayerMap,
     as_rows,
     from_rows,
-    is_below,
     map_layers,
     recorded_inputs,
 )
-
-
-def task_heads(model: nn.Module) -> dict[str, nn.Module]:
-    """The heads of the model that Avalanche makes grow with the tasks, by name."""
-    heads: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MultiHeadClassifier | IncrementalClassifier) and not is_below(name, heads):
-            heads[name] = module
-    return heads
 
 
 class ProjectionOptions(TypedDict, total=False):
@@ -44,11 +37,11 @@ class ProjectionOptions(TypedDict, total=False):
     strict: bool
 
 
-class GradientProjectionPlugin(StatefulPlugin, ABC):
+class GradientProjectionPlugin(StatefulPlugin, Suspendable):
     """Keeps the outputs of a model's layers on the inputs of earlier experiences where they are.
 
     After each experience the method stores, per layer, which input directions matter (``update_memory``). In later
-    experiences it removes them from what the optimizer does to the layer's weight (``projector``).
+    experiences these directions (``protected``) are removed from what the optimizer does to the layer's weight.
 
     Layers are found by module type: Linear and Conv1d/2d/3d. Task heads (``MultiHeadClassifier``,
     ``IncrementalClassifier``) are left out. Parameters of normalisation layers are frozen after the first experience;
@@ -58,8 +51,15 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
     under any other optimizer the update is, since momentum, weight decay and adaptive steps leave the subspace that
     the gradient lies in. Optimizer state does not survive from one experience to the next.
 
-    A method that needs more of the life cycle overrides ``observe`` (what the memory is made of: by default the inputs
-    of the layers), ``freezes_normalisation``, or ``own_parameters`` (what it trains beside the model).
+    **Writing a method.** A subclass implements ``update_memory`` and ``protected``. If it needs more of the life cycle,
+    it overrides ``observe`` (what the memory is made of: by default the inputs of the layers), ``projector`` (what is
+    done to an update), or ``freezes_normalisation``. If it trains parameters of its own, it also inherits from
+    ``OwnsParameters``. During an experience, from ``before_training_exp`` to ``after_training_exp``, it can use
+
+    - ``layers``: the protected layers by the name of their weight, their biases, and the normalisation parameters;
+    - ``parts(name)`` and ``groups(name)``: which parameters form the rows of a layer, and in how many groups;
+    - ``layer_inputs(...)``: the inputs of all layers in a pass over the experience;
+    - ``gradient_rows(...)``: the gradients of all layers, as rows.
     """
 
     freezes_normalisation: ClassVar[bool] = True
@@ -103,7 +103,8 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
 
         self._suspensions = 0
         self._warned: set[str] = set()
-        self._layers: LayerMap
+        self.layers: LayerMap
+        """The layers of the model in the experience being trained; empty between experiences."""
         self._augmented: set[str]
         self._guards: list[_Guard]
         self._in_gradient: bool
@@ -114,23 +115,82 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
         """Take what was observed of the layer with weight ``name`` in the experience into ``self.memory``."""
 
     @abstractmethod
+    def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """The input directions of the layer with weight ``name`` that the memory protects, and how much.
+
+        :param name: a key of ``self.memory``.
+        :return: orthonormal columns (groups, d, r), where zero columns count for nothing, and the fraction (groups, r)
+            of an update that is removed along each of them; None for all of it.
+        """
+
     def projector(self, name: str) -> Callable[[Tensor], Tensor]:
         """What to apply to the rows (groups, out, d) of a gradient or update of the weight ``name``."""
+        return Projector.away_from(*self.protected(name))
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
         """What ``update_memory`` gets of each layer at the end of an experience: its inputs."""
         batch_size = max(strategy.train_mb_size, 128)  # the usual n_samples pass as one batch, as in the references
-        inputs = self._layer_inputs(strategy, batch_size, num_workers)
-        layers = self._layers.protected
+        inputs = self.layer_inputs(strategy, batch_size, num_workers)
+        layers = self.layers.protected
         unseen = [name for name, users in layers.items() if name not in inputs and users[0].weight.grad is not None]
         self._complain(unseen, "were trained but never called as modules, so their inputs are unknown")
         return inputs
 
-    def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that the method trains beside the model's in this experience, by a name that no other has."""
-        return {}
+    # ------------------------------------------------------------------------------------- for methods, read only
+
+    def parts(self, name: str) -> list[str]:
+        """The parameters that are protected together with the weight ``name``: itself, and its bias if augmented."""
+        return [name, self.layers.biases[name]] if name in self._augmented else [name]
+
+    def groups(self, name: str) -> int:
+        """Number of groups of the layer with weight ``name``: that of a grouped convolution, otherwise 1."""
+        return getattr(self.layers.protected[name][0], "groups", 1)
+
+    def layer_inputs(
+        self, strategy: SupervisedTemplate, batch_size: int, num_workers: int, *, batch_mean: bool = False
+    ) -> dict[str, InputMatrix]:
+        """The inputs of each layer in a pass over the experience."""
+        dataset = strategy.experience.dataset
+        with (
+            data_pass(strategy, dataset, batch_size, self.n_samples, num_workers) as batches,
+            recorded_inputs(self.layers.protected, ones=self._augmented, batch_mean=batch_mean) as inputs,
+        ):
+            for _ in batches:
+                pass
+        return inputs
+
+    def gradient_rows(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, Tensor]:
+        """The gradient of the mean loss over ``n_samples`` of the experience, as rows, where there is one."""
+        parameters = dict(strategy.model.named_parameters())
+        parts = {name: self.parts(name) for name in self.layers.protected}
+        wanted = {part: parameters[part] for names in parts.values() for part in names}
+        batch_size = max(strategy.train_mb_size, 128)
+        gradients = mean_gradients(strategy, wanted, batch_size, self.n_samples, num_workers)
+        return {
+            name: as_rows([gradients[part] for part in names], self.groups(name))
+            for name, names in parts.items()
+            if all(part in gradients for part in names)
+        }
 
     # ------------------------------------------------------------------------------------------------ public state
+
+    def ranks(self) -> dict[str, int]:
+        """The number of input directions in which updates of each layer are reduced, fully or in part.
+
+        The keys are the names of the weights. For a grouped convolution it is the sum over the groups. The methods
+        differ in what these directions are:
+
+        - GPM and SGP: the basis; TRGP: the protected part of its directions;
+        - GPCNS: the common directions of the old gradients that count in the next experience;
+        - NSCL: all directions outside the approximate null space;
+        - OWM: the rank of the covariance of the inputs.
+        """
+        result = {}
+        for name in self.memory:
+            basis, importance = self.protected(name)
+            counted = basis.any(-2) if importance is None else basis.any(-2) & (importance > 0)
+            result[name] = int(counted.sum())
+        return result
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -149,24 +209,24 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._forget_experience()
-        self._layers = self._map_layers(strategy.model)
+        self.layers = self._map_layers(strategy.model)
         if self.bias == "augment":
-            self._augmented = _trainable_together(strategy.model, self._layers.biases)
+            self._augmented = _trainable_together(strategy.model, self.layers.biases)
         strategy.make_optimizer(reset_optimizer_state=True)
         self._in_gradient = _is_plain_sgd(strategy.optimizer)
         if self.experiences == 0:
             return
         parameters = dict(strategy.model.named_parameters())
-        frozen = list(self._layers.normalisation) if self.freezes_normalisation else []
-        for name in self._layers.protected:
+        frozen = list(self.layers.normalisation) if self.freezes_normalisation else []
+        for name in self.layers.protected:
             if name not in self.memory:  # new, or not used so far
                 continue
-            bias = self._layers.biases.get(name)
+            bias = self.layers.biases.get(name)
             if bias is not None and name not in self._augmented and self.bias != "free":
                 frozen.append(bias)
-            guarded = [parameters[part] for part in self._parts(name)]
-            self._store_like(name, parameters[name])
-            self._guards.append(_Guard(name, guarded, self._groups(name), self.projector(name)))
+            guarded = [parameters[part] for part in self.parts(name)]
+            self.memory[name] = stored_like(self.memory[name], parameters[name])
+            self._guards.append(_Guard(name, guarded, self.groups(name), self.projector(name)))
         self._guards += [_Guard(name, [parameters[name]], 1, torch.zeros_like) for name in frozen]
 
     @torch.no_grad()
@@ -188,69 +248,30 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
 
     @torch.no_grad()
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        observations = self.observe(strategy, kwargs.get("num_workers", 0))
-        for name, observed in observations.items():
-            refuse_divergence(name, observed.energy())
-        for name, observed in observations.items():
-            self.update_memory(name, observed)
-            self._store_like(name, self._layers.protected[name][0].weight)
+        with self.timed("memory"):
+            observations = self.observe(strategy, kwargs.get("num_workers", 0))
+            for name, observed in observations.items():
+                refuse_divergence(name, observed.energy())
+            for name, observed in observations.items():
+                self.update_memory(name, observed)
+                self.memory[name] = stored_like(self.memory[name], self.layers.protected[name][0].weight)
         self.experiences += 1
         self._forget_experience()
 
     # ----------------------------------------------------------------------------------------------------- details
 
     def _forget_experience(self) -> None:
-        self._layers = LayerMap()
+        self.layers = LayerMap()
         self._augmented = set()
         self._guards = []
         self._in_gradient = True
-
-    def _parts(self, name: str) -> list[str]:
-        """The parameters that are protected together with the weight ``name``: itself, and its bias if augmented."""
-        return [name, self._layers.biases[name]] if name in self._augmented else [name]
-
-    def _groups(self, name: str) -> int:
-        return getattr(self._layers.protected[name][0], "groups", 1)
-
-    def _layer_inputs(
-        self, strategy: SupervisedTemplate, batch_size: int, num_workers: int, *, batch_mean: bool = False
-    ) -> dict[str, InputMatrix]:
-        """The inputs of each layer in a pass over the experience."""
-        dataset = strategy.experience.dataset
-        with (
-            data_pass(strategy, dataset, batch_size, self.n_samples, num_workers) as batches,
-            recorded_inputs(self._layers.protected, ones=self._augmented, batch_mean=batch_mean) as inputs,
-        ):
-            for _ in batches:
-                pass
-        return inputs
-
-    def _gradient_rows(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, Tensor]:
-        """The gradient of the mean loss over ``n_samples`` of the experience, as rows, where there is one."""
-        parameters = dict(strategy.model.named_parameters())
-        parts = {name: self._parts(name) for name in self._layers.protected}
-        wanted = {part: parameters[part] for names in parts.values() for part in names}
-        batch_size = max(strategy.train_mb_size, 128)
-        gradients = mean_gradients(strategy, wanted, batch_size, self.n_samples, num_workers)
-        return {
-            name: as_rows([gradients[part] for part in names], self._groups(name))
-            for name, names in parts.items()
-            if all(part in gradients for part in names)
-        }
-
-    def _store_like(self, name: str, weight: Tensor) -> None:
-        """Keep the memory of a layer in the dtype and on the device of its weight."""
-        self.memory[name] = {
-            key: tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else tensor.dtype)
-            for key, tensor in self.memory[name].items()
-        }
 
     def _map_layers(self, model: nn.Module) -> LayerMap:
         modules = dict(model.named_modules())
         for name in self.exclude:
             if name not in modules:
-                close = get_close_matches(name, modules, n=1) or [", ".join(filter(None, modules))]
-                raise ValueError(f"exclude names {name!r}, which the model does not have; did you mean {close[0]}?")
+                hint = suggestion(name, filter(None, modules))
+                raise ValueError(f"exclude names the module {name!r}, which the model does not have; {hint}")
         layers = map_layers(model, skip=[*task_heads(model), *self.exclude])
         self._complain(layers.unprotectable, "have parameters of a kind that cannot be protected")
         if not layers.protected:
@@ -272,11 +293,18 @@ class GradientProjectionPlugin(StatefulPlugin, ABC):
         warnings.warn(f"{message}; name them in exclude to silence this", stacklevel=3)
 
 
+def stored_like(memory: dict[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
+    """The memory of a layer on the device of its weight, with floating-point tensors in the weight's dtype."""
+    return {
+        key: tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else tensor.dtype)
+        for key, tensor in memory.items()
+    }
+
+
 def refuse_divergence(name: str, observed: Tensor) -> None:
-    """Raise a ValueError if what would enter the memory of ``name`` is not finite."""
+    """Raise a DivergenceError if what would enter the memory of ``name`` is not finite."""
     if not observed.isfinite().all():
-        what = f"what was observed of {name} is not finite"
-        raise ValueError(f"{what}: the training has diverged; lower the learning rate")
+        raise DivergenceError(f"what was observed of {name} is not finite")
 
 
 class _Guard:

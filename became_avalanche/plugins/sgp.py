@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from became_avalanche.plugins.gpm import GPMPlugin
 from became_avalanche.plugins.threshold import ThresholdOptions
-from became_avalanche.subspace.basis import Projector, importance
+from became_avalanche.subspace.basis import importance
 from became_avalanche.subspace.layers import InputMatrix
 
 if TYPE_CHECKING:
@@ -47,5 +46,5 @@ class SGPPlugin(GPMPlugin):
             now = (now + F.pad(before, (0, now.shape[-1] - before.shape[-1]))).clamp(max=1)
         memory["importance"] = now
 
-    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
-        return Projector.away_from(self.memory[name]["basis"], self.memory[name]["importance"])
+    def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self.memory[name]["basis"], self.memory[name]["importance"]

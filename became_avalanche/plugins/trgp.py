@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
-from became_avalanche.subspace.basis import Projector, compact, orthonormal, reach
+from became_avalanche.strategy.protocols import OwnsParameters
+from became_avalanche.subspace.basis import compact, orthonormal, reach
 from became_avalanche.subspace.layers import InputMatrix, Layer, as_rows, from_rows, map_layers
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Scales = dict[str, dict[int, Tensor]]
 """Weight name -> earlier task -> scale matrix ``Q``."""
 
 
-class TRGPPlugin(EnergyThresholdPlugin):
+class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
     """Trust Region Gradient Projection: GPM that lets a task reuse old directions through weights of its own.
 
     Each experience has its own subspace ``S_i`` per layer, part of the protected basis ``U``. When a task begins, the
@@ -97,9 +98,9 @@ class TRGPPlugin(EnergyThresholdPlugin):
             "spaces": spaces,
         }
 
-    def projector(self, name: str) -> Callable[[Tensor], Tensor]:
+    def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
         memory = self.memory[name]
-        return Projector.away_from(compact(memory["directions"] * memory["protected"].unsqueeze(-2)))
+        return compact(memory["directions"] * memory["protected"].unsqueeze(-2)), None
 
     def space(self, name: str, task: int) -> Tensor:
         """``S_i`` of the layer with weight ``name``; tasks are counted from 0 among those that used the layer."""
@@ -181,9 +182,9 @@ class TRGPPlugin(EnergyThresholdPlugin):
 
     def _trust_regions(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, dict[int, nn.Parameter]]:
         """A fresh scale matrix for each earlier task that a layer is to reuse."""
-        gradients = self._gradient_rows(strategy, num_workers)
-        trusted = {name: self._trusted(name, gradients[name]) for name in self._layers.protected if name in gradients}
-        if self.reference and not trusted.get(next(iter(self._layers.protected))):
+        gradients = self.gradient_rows(strategy, num_workers)
+        trusted = {name: self._trusted(name, gradients[name]) for name in self.layers.protected if name in gradients}
+        if self.reference and not trusted.get(next(iter(self.layers.protected))):
             return {}
         return {
             name: {task: nn.Parameter(_identity(self.space(name, task))) for task in tasks}

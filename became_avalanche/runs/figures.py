@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from became_avalanche.metrics.path import PathScan
+from became_avalanche.analysis.path import PathScan
 from became_avalanche.runs.compare import Comparison
 from became_avalanche.runs.methods import JOINT
 from became_avalanche.runs.train import RunResult

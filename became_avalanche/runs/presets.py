@@ -12,7 +12,7 @@ from avalanche.training.plugins import SupervisedPlugin
 from torch import nn
 
 from became_avalanche.benchmarks.files import Source
-from became_avalanche.plugins.nscl import LaterRatePlugin, nscl_groups
+from became_avalanche.plugins.nscl import LaterTaskLR, nscl_groups
 from became_avalanche.plugins.plateau import PlateauPlugin, TrainingPlateauPlugin
 from became_avalanche.runs.methods import Strengths, base_of
 
@@ -70,7 +70,7 @@ class NSCLRecipe:
 
     def plugins(self) -> list[SupervisedPlugin]:
         """The schedule."""
-        return [LaterRatePlugin(self.later_rate), TrainingPlateauPlugin(self.patience, self.factor, self.plateaus)]
+        return [LaterTaskLR(self.later_rate), TrainingPlateauPlugin(self.patience, self.factor, self.plateaus)]
 
 
 AnyRecipe = Recipe | NSCLRecipe

@@ -8,7 +8,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from became_avalanche.merging import persample
-from became_avalanche.merging.fisher import ESTIMATORS, Batch, Fisher, accumulate, batched_fisher, curvature_along, fit
+from became_avalanche.merging.fisher import (
+    ESTIMATORS,
+    Batch,
+    Fisher,
+    accumulate,
+    batched_fisher,
+    curvature_along,
+    zero_padded,
+)
 
 
 def oracle(model, batches):
@@ -66,7 +74,7 @@ def test_precision_accumulates_by_name():
 
 
 def test_a_head_that_grew_is_padded():
-    grown = fit(torch.ones(2, 3), torch.zeros(4, 3))
+    grown = zero_padded(torch.ones(2, 3), torch.zeros(4, 3))
     assert grown.sum() == 6
     assert grown[:2].all()
     assert accumulate({"head": torch.ones(2, 3)}, {"head": torch.ones(4, 3)})["head"].sum() == 18
@@ -283,7 +291,7 @@ def test_what_cannot_be_told_apart_is_refused():
 def test_unknown_estimators_are_refused():
     with pytest.raises(
         ValueError,
-        match="unknown Fisher information 'true'; there is batched, batched-sampled, empirical, sampled, exact",
+        match="unknown Fisher estimator 'true'; choose one of: batched, batched-sampled, empirical, sampled, exact",
     ):
         Fisher("true")
     with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'; got 'max'"):

@@ -11,7 +11,7 @@ from became_avalanche.merging.rules import (
     Became,
     CoFiMA,
     Constant,
-    Merge,
+    MergeInputs,
     became,
     mean_coefficient,
     norm,
@@ -32,7 +32,7 @@ def random_merge(shape_list, seed, t=3):
     def diagonal():
         return {name: tensor**2 for name, tensor in weights().items()}
 
-    return Merge(t, weights(), weights(), weights(), diagonal(), diagonal())
+    return MergeInputs(t, weights(), weights(), weights(), diagonal(), diagonal())
 
 
 def replaced(merge, **changes):
@@ -57,7 +57,7 @@ def test_coefficient_minimises_the_objective_on_the_line(shape_list, seed):
 @given(sizes, seeds, st.floats(1e-6, 1e6))
 def test_scale_of_all_fishers_does_not_matter(shape_list, seed, scale):
     merge = random_merge(shape_list, seed)
-    scaled = Merge(
+    scaled = MergeInputs(
         merge.t,
         merge.anchor,
         merge.base,
@@ -72,13 +72,13 @@ def test_scale_of_all_fishers_does_not_matter(shape_list, seed, scale):
 def test_equal_fishers_give_one_over_t(shape_list, seed, t):
     merge = random_merge(shape_list, seed, t)
     equal = {name: (t - 1) * f for name, f in merge.fisher.items()}
-    merge = Merge(t, merge.anchor, merge.base, merge.candidate, merge.fisher, equal)
+    merge = MergeInputs(t, merge.anchor, merge.base, merge.candidate, merge.fisher, equal)
     assert became(merge) == pytest.approx(1 / t)
 
 
 def with_terms(fisher, precision, delta=(1.0, 2.0)):
     base = torch.zeros(2)
-    return Merge(
+    return MergeInputs(
         4,
         {"w": base},
         {"w": base},
@@ -112,7 +112,7 @@ def test_merging_quadratic_losses_beats_both_ends(seed):
 
     base, candidate = ({"w": torch.from_numpy(optimum)} for optimum in optima)
     fisher, precision = {"w": torch.from_numpy(hessians[1])}, {"w": torch.from_numpy(hessians[0])}
-    coefficient = became(Merge(2, base, base, candidate, fisher, precision))
+    coefficient = became(MergeInputs(2, base, base, candidate, fisher, precision))
     merged = torch.lerp(base["w"], candidate["w"], coefficient).numpy()
     assert loss(merged) <= min(loss(optima[0]), loss(optima[1])) + 1e-12
 
@@ -184,7 +184,7 @@ def test_one_over_t_makes_the_mean_of_all_models(seed, tasks):
     mean = models[0]
     for t, model in enumerate(models[1:], start=2):
         base, candidate = {"w": mean}, {"w": model}
-        weight = RULES["one-over-t"](Merge(t, base, base, candidate, {}, {}))
+        weight = RULES["one-over-t"](MergeInputs(t, base, base, candidate, {}, {}))
         mean = torch.lerp(mean, model, weight)
     torch.testing.assert_close(mean, models.mean(0))
 
@@ -205,7 +205,7 @@ def test_cofima_with_equal_fishers_is_constant(shape_list, seed, alpha):
 def test_nothing_seen_and_nothing_moved_give_numbers(rule):
     """Elements that neither Fisher information sees, that did not move, and a head that is new or has grown."""
     zeros = {"w": torch.tensor([0.0, 0.0, 1.0, 1.0]), "head": torch.ones(3)}
-    merge = Merge(
+    merge = MergeInputs(
         t=4,
         anchor={"w": torch.zeros(4), "head": torch.zeros(3)},
         base={"w": torch.zeros(4), "head": torch.zeros(3)},

@@ -284,7 +284,7 @@ def test_a_rule_may_be_a_function():
     assert [record.coefficient for record in plugin.merges] == [0.125, 0.125]
     with pytest.raises(ValueError, match="gave a coefficient that is not finite for task 2"):
         stream_of([BecameMergePlugin(rule=lambda merge: float("nan"))])
-    with pytest.raises(ValueError, match="unknown rule 'becam'; there is became, "):
+    with pytest.raises(ValueError, match="unknown rule 'becam'; did you mean 'became'"):
         BecameMergePlugin(rule="becam")
 
 

@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from became_avalanche import GPCNSPlugin, GPMPlugin, NSCLPlugin, OWMPlugin, SGPPlugin, TRGPPlugin
+from became_avalanche.plugins.projection import stored_like
 from became_avalanche.subspace.layers import as_rows, input_columns
 from tests import oracles
 from tests.subspace.test_basis import inputs, matrix_of, task_inputs
@@ -92,7 +93,7 @@ def test_memory_bytes_are_those_of_the_tensors(method):
     assert plugin.memory_bytes() == 0
     generator = np.random.default_rng(0)
     remember(plugin, generator.normal(size=(6, 4)), generator.normal(size=(6, 20)))
-    plugin._store_like("w", torch.zeros(1, dtype=torch.float32))
+    plugin.memory["w"] = stored_like(plugin.memory["w"], torch.zeros(1, dtype=torch.float32))
     memory = plugin.memory["w"]
     if method == "trgp":
         directions, masks = memory["directions"], memory["protected"].numel() + memory["spaces"].numel()
@@ -286,7 +287,7 @@ def test_nscl_keeps_the_true_null_space_of_rank_deficient_inputs():
     a = (generator.normal(size=(40, 15)) @ generator.normal(size=(15, 300))).astype(np.float32)
     for plugin in (NSCLPlugin(), NSCLPlugin(reference=True)):
         remember(plugin, a)
-        plugin._store_like("w", torch.zeros(1, dtype=torch.float32))
+        plugin.memory["w"] = stored_like(plugin.memory["w"], torch.zeros(1, dtype=torch.float32))
         p = plugin.projector("w")(torch.eye(40)[None])[0].numpy()
         eigenvalues = np.linalg.eigvalsh(p / np.linalg.eigvalsh(p).max())
         assert np.sum(eigenvalues > 0.5) == 25

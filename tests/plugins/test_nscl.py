@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from became_avalanche import BecameMergePlugin, LaterRatePlugin, NSCLPlugin, nscl_groups
+from became_avalanche import BecameMergePlugin, LaterTaskLR, NSCLPlugin, nscl_groups
 from tests.helpers import CONV_SHAPE, Network, Spy, blobs, convnet, mlp, naive, resnet, weights
 
 
@@ -99,8 +99,8 @@ def test_importance_is_that_of_predicted_labels():
     naive(model, [plugin], train_mb_size=40).train(experience)
     expected = importance_oracle(model, experience, lambda x: [x], 0)
     for name, importance in expected.items():
-        torch.testing.assert_close(plugin.memory[name]["importance"], importance, rtol=1e-3, atol=1e-9)
-        assert torch.equal(plugin.memory[name]["anchor"], model.get_parameter(name))
+        torch.testing.assert_close(plugin.normalisation[name]["importance"], importance, rtol=1e-3, atol=1e-9)
+        assert torch.equal(plugin.normalisation[name]["anchor"], model.get_parameter(name))
 
 
 def test_penalty_is_that_of_all_tasks_in_both_stages():
@@ -179,13 +179,13 @@ def test_groups_hold_every_parameter_once(network):
 @pytest.mark.parametrize("first", [True, False])
 def test_backbone_rate_drops_after_the_first_task(first):
     model, rates = convnet(), []
-    later, spy = LaterRatePlugin(0.5), Spy(before_training_epoch=lambda s: rates.append(rate_of(s)))
+    later, spy = LaterTaskLR(0.5), Spy(before_training_epoch=lambda s: rates.append(rate_of(s)))
     optimizer = torch.optim.Adam(nscl_groups(model, lr=1e-4))
     plugins = [later, NSCLPlugin(), BecameMergePlugin()]
     trained(model, [*(plugins if first else plugins[::-1]), spy], conv_blobs(), optimizer, train_epochs=1)
     assert rates == [[1e-4, 1e-3, 5e-4]] + [[0.5, 1e-3, 5e-4]] * 4
     with pytest.raises(ValueError, match="rate must be above 0; got 0"):
-        LaterRatePlugin(0)
+        LaterTaskLR(0)
 
 
 def rate_of(strategy):

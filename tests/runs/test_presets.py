@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from became_avalanche import LaterRatePlugin, NSCLPlugin, NSCLRecipe, PlateauPlugin, Recipe, find_benchmark, train
+from became_avalanche import LaterTaskLR, NSCLPlugin, NSCLRecipe, PlateauPlugin, Recipe, find_benchmark, train
 from became_avalanche.benchmarks import cifar, five, imagenet
 from became_avalanche.benchmarks.tensors import image_stream, normalise
 from became_avalanche.runs import catalogue
@@ -98,7 +98,7 @@ def test_recipes_make_optimizer_and_schedule():
     groups = nscl.optimizer(convnet()).param_groups
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(1e-4, 5e-5), (1e-3, 0), (5e-4, 5e-5)]
     later, plateau = nscl.plugins()
-    assert isinstance(later, LaterRatePlugin)
+    assert isinstance(later, LaterTaskLR)
     assert later.rate == 5e-5
     assert (plateau.patience, plateau.factor, plateau.plateaus) == (3, 2, 3)
 

@@ -13,17 +13,17 @@ from avalanche.training.plugins import EarlyStoppingPlugin, LRSchedulerPlugin
 from avalanche.training.templates import SupervisedTemplate
 from avalanche.training.templates.base_sgd import PeriodicEval
 
-from became_avalanche.plugins.passes import refuse_online
-from became_avalanche.plugins.projection import GradientProjectionPlugin
-from became_avalanche.plugins.state import StatefulPlugin
+from became_avalanche.strategy.passes import refuse_online
+from became_avalanche.strategy.protocols import StageAware, Suspendable
+from became_avalanche.strategy.state import StatefulPlugin
 
 
 class StagedPlugin(StatefulPlugin, ABC):
-    """Runs an experience in stages, by standing in for the strategy's ``_train_exp`` for one call.
+    """Trains each experience in stages: it replaces the strategy's ``_train_exp`` for one call.
 
-    All other plugins see one experience: their ``after_training_exp`` runs once, after the last stage, whatever the
-    order in the list. A plugin of any kind that defines ``on_stage_start(strategy, stage)`` is called at the start of
-    each stage, when everything else has been restarted.
+    All other plugins see one experience. Their ``after_training_exp`` runs once, after the last stage, whatever the
+    order of the list. Plugins that are ``StageAware`` are called at the start of each stage, when everything else has
+    been restarted.
     """
 
     _STATE: ClassVar[tuple[str, ...]] = ("t",)
@@ -45,7 +45,7 @@ class StagedPlugin(StatefulPlugin, ABC):
         staged = [p for p in strategy.plugins if isinstance(p, StagedPlugin) and p.stages(strategy)]
         if len(staged) > 1:
             names = " and ".join(type(plugin).__name__ for plugin in staged)
-            raise ValueError(f"an experience can be staged by one plugin only; got {names}: keep one")
+            raise ValueError(f"only one plugin can train an experience in stages; got {names}: keep one of them")
         if not hasattr(strategy, "_train_exp"):
             raise TypeError(
                 f"{type(self).__name__} cannot train {type(strategy).__name__} in stages: it has no _train_exp as the "
@@ -70,7 +70,7 @@ class StagedPlugin(StatefulPlugin, ABC):
                     controls.restart()
                 publish(self, strategy, "Stage", stage)
                 for plugin in strategy.plugins:
-                    if hasattr(plugin, "on_stage_start"):
+                    if isinstance(plugin, StageAware):
                         plugin.on_stage_start(strategy, stage)
                 if stage > 1:
                     controls.evaluate()
@@ -84,7 +84,7 @@ class StagedPlugin(StatefulPlugin, ABC):
 
 
 class _Controls:
-    """What steers the training of an experience, as it was before the first stage."""
+    """Optimizer options, schedules and stopping as they were before the first stage."""
 
     def __init__(self, strategy: SupervisedTemplate) -> None:
         self.strategy = strategy
@@ -116,10 +116,10 @@ class _Controls:
 
 @contextmanager
 def projections_suspended(strategy: SupervisedTemplate) -> Iterator[None]:
-    """A context in which no gradient projection plugin of the strategy projects or freezes anything."""
+    """A context in which no plugin that is ``Suspendable`` constrains the training."""
     with ExitStack() as suspensions:
         for plugin in strategy.plugins:
-            if isinstance(plugin, GradientProjectionPlugin):
+            if isinstance(plugin, Suspendable):
                 suspensions.enter_context(plugin.suspended())
         yield
 
@@ -136,8 +136,9 @@ def publish(origin: object, strategy: SupervisedTemplate, name: str, value: floa
 
 
 def finish_merge(strategy: SupervisedTemplate) -> None:
-    """What a merge has to do beside the weights."""
+    """Put the rest of the strategy in order after the weights have been merged."""
     strategy.make_optimizer(reset_optimizer_state=True)  # its state belongs to the last stage
     for plugin in strategy.plugins:
         if isinstance(plugin, PeriodicEval):
-            plugin.do_final = plugin.eval_every > -1  # what was evaluated in the last epoch was the last stage
+            # the evaluation in the last epoch saw the last stage, not the merge
+            plugin.do_final = plugin.eval_every > -1

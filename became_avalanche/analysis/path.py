@@ -14,10 +14,10 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 from became_avalanche.merging.fisher import curvature_along
-from became_avalanche.merging.rules import Merge
+from became_avalanche.merging.rules import MergeInputs
 from became_avalanche.plugins.merge import BecameMergePlugin
-from became_avalanche.plugins.passes import data_pass
-from became_avalanche.plugins.weights import interpolate, restore, snapshot
+from became_avalanche.strategy.passes import data_pass
+from became_avalanche.strategy.weights import interpolate, restore, snapshot
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def scan_path(
     of ``eval_mb_size``.
 
     :param strategy: the strategy, after the training of a task.
-    :param plugin: its merge plugin, made with ``keep_path=True``.
+    :param plugin: its merge plugin, made with ``keep_last_merge=True``.
     :param experiences: one per task, the last one of the task just trained: ``benchmark.train_stream[:t]``.
     :param n_samples: samples per task, the same for each λ; None for all.
     :param step: between two λ.
@@ -115,7 +115,7 @@ def _measure(strategy: SupervisedTemplate, experience: Any, n_samples: int | Non
 
 
 @torch.no_grad()
-def _curvature(strategy: SupervisedTemplate, path: Merge, experience: Any, n_samples: int | None) -> float:
+def _curvature(strategy: SupervisedTemplate, path: MergeInputs, experience: Any, n_samples: int | None) -> float:
     model, delta = strategy.model, path.delta
     theta = {name: parameter for name, parameter in model.named_parameters() if name in delta}
     total, samples = 0.0, 0
@@ -134,16 +134,16 @@ def _curvature(strategy: SupervisedTemplate, path: Merge, experience: Any, n_sam
     return total / samples
 
 
-def _path_of(plugin: BecameMergePlugin, strategy: SupervisedTemplate) -> Merge:
-    if plugin.path is None:
+def _path_of(plugin: BecameMergePlugin, strategy: SupervisedTemplate) -> MergeInputs:
+    if plugin.last_merge is None:
         raise ValueError(
-            "there is no path to scan: make the plugin with BecameMergePlugin(keep_path=True), and scan after the "
-            "second task or a later one"
+            "there is no path to scan: make the plugin with BecameMergePlugin(keep_last_merge=True), and scan after "
+            "the second task or a later one"
         )
-    foreign = plugin.path.fisher.keys() - dict(strategy.model.named_parameters()).keys()
+    foreign = plugin.last_merge.fisher.keys() - dict(strategy.model.named_parameters()).keys()
     if foreign:
         raise ValueError(
             f"the path cannot be walked: {min(foreign)} was merged with the model but is not part of it (TRGP keeps "
             "its scales itself)"
         )
-    return plugin.path
+    return plugin.last_merge

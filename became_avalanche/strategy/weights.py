@@ -1,7 +1,4 @@
-"""The weights that a training changes: those of the model, and what plugins train beside it.
-
-A plugin that trains parameters of its own defines ``own_parameters()``, a dictionary by names that no other has.
-"""
+"""The weights that a training changes: those of the model, and those of plugins that are ``OwnsParameters``."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ import torch
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
+from became_avalanche.strategy.protocols import OwnsParameters
+
 
 def snapshot(strategy: SupervisedTemplate) -> dict[str, Tensor]:
     """Copies of all parameters and buffers, by name."""
@@ -20,9 +19,9 @@ def snapshot(strategy: SupervisedTemplate) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> None:
-    """In place, so that the optimizer and the schedules keep their parameters.
+    """Copy ``weights`` into the strategy in place, so that the optimizer and the schedules keep their parameters.
 
-    What ``weights`` does not know, such as heads that an evaluation has added, stays.
+    Weights that are not named, such as heads that an evaluation has added, stay as they are.
     """
     for name, tensor in _live(strategy).items():
         if name in weights:
@@ -32,10 +31,12 @@ def restore(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> None
 def interpolate(
     base: Mapping[str, Tensor], candidate: Mapping[str, Tensor], coefficient: float | Mapping[str, Tensor], rest: float
 ) -> dict[str, Tensor]:
-    """``base + coefficient * (candidate − base)``; integers, which count something, as in ``candidate``.
+    """``base + coefficient * (candidate − base)``. Integer tensors, which are counters, are those of ``candidate``.
 
+    :param base: weights by name.
+    :param candidate: weights by name.
     :param coefficient: one for all, or by name.
-    :param rest: of what ``coefficient`` does not name (running statistics).
+    :param rest: the coefficient of tensors that ``coefficient`` does not name (running statistics).
     """
     by_name = coefficient if isinstance(coefficient, Mapping) else {}
     return {
@@ -47,7 +48,7 @@ def interpolate(
 
 
 def trainable(strategy: SupervisedTemplate) -> dict[str, nn.Parameter]:
-    """The parameters that have a gradient, by name."""
+    """The parameters that require a gradient, by name."""
     named = chain(strategy.model.named_parameters(), _own_parameters(strategy))
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -60,5 +61,5 @@ def _live(strategy: SupervisedTemplate) -> dict[str, Tensor]:
 
 def _own_parameters(strategy: SupervisedTemplate) -> Iterator[tuple[str, nn.Parameter]]:
     for plugin in strategy.plugins:
-        if hasattr(plugin, "own_parameters"):
+        if isinstance(plugin, OwnsParameters):
             yield from plugin.own_parameters().items()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from tests.helpers import (
 
 def trained(make_model=mlp, benchmark=None, plugins=(GPMPlugin,), tasks=3, **kwargs):
     torch.manual_seed(0)
-    merge = BecameMergePlugin(keep_path=True, **kwargs)
+    merge = BecameMergePlugin(keep_last_merge=True, **kwargs)
     strategy = naive(make_model(), [*(plugin() for plugin in plugins), merge], train_epochs=2)
     benchmark = benchmark or blobs()
     for experience in benchmark.train_stream[:tasks]:
@@ -47,11 +49,11 @@ def test_scan_measures_each_task_at_points_of_the_path(make_model, benchmark, pl
     assert scan.coefficients == [0, 0.25, 0.5, 0.75, 1]
     assert (scan.t, scan.chosen) == (3, merge.merges[-1].coefficient)
 
-    model = strategy.model.eval()
+    model, path = strategy.model.eval(), merge.last_merge
     for k, coefficient in enumerate(scan.coefficients):
         point = {
-            name: torch.lerp(start, merge.path.candidate[name], coefficient) if start.is_floating_point() else start
-            for name, start in merge.path.base.items()
+            name: torch.lerp(start, path.candidate[name], coefficient) if start.is_floating_point() else start
+            for name, start in path.base.items()
         }
         model.load_state_dict(point)
         for i, experience in enumerate(stream):
@@ -67,7 +69,7 @@ def test_scan_measures_each_task_at_points_of_the_path(make_model, benchmark, pl
 def test_models_without_task_labels_are_scanned_too():
     stream = blobs_without_task_labels().train_stream
     torch.manual_seed(0)
-    merge = BecameMergePlugin(keep_path=True)
+    merge = BecameMergePlugin(keep_last_merge=True)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     strategy = naive(model, [merge])
     for experience in stream[:2]:
@@ -79,7 +81,7 @@ def test_models_without_task_labels_are_scanned_too():
 
 def test_each_point_sees_the_same_samples():
     strategy, merge, stream = trained(rule=lambda merge: 0.5)
-    merge.path = type(merge.path)(**{**vars(merge.path), "candidate": merge.path.base})  # all points are one
+    merge.last_merge = replace(merge.last_merge, candidate=merge.last_merge.base)  # all points are one
     scan = scan_path(strategy, merge, stream, n_samples=7, step=0.2)
     assert all(len(set(losses)) == 1 for losses in scan.loss)
     assert scan.curvature == 0
@@ -88,7 +90,7 @@ def test_each_point_sees_the_same_samples():
 def test_curvature_of_a_linear_softmax_model_is_the_second_derivative_of_its_loss():
     """With logits linear in the weights, the Fisher information is the Hessian of the loss."""
     torch.manual_seed(0)
-    merge = BecameMergePlugin(keep_path=True)
+    merge = BecameMergePlugin(keep_last_merge=True)
     stream = blobs_without_task_labels().train_stream
     strategy = naive(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 2)), [merge])
     for experience in stream[:2]:
@@ -116,7 +118,7 @@ def test_what_cannot_be_scanned_is_refused():
             scan_path(strategy, merge, stream, **options)
     with pytest.raises(ValueError, match="nothing to measure"):
         scan_path(strategy, merge, [])
-    with pytest.raises(ValueError, match=r"keep_path=True.*second task"):
+    with pytest.raises(ValueError, match=r"keep_last_merge=True.*second task"):
         scan_path(strategy, BecameMergePlugin(), stream)
     strategy, merge, stream = trained(tasks=1)
     with pytest.raises(ValueError, match="no path to scan"):
@@ -134,4 +136,4 @@ def test_nothing_is_kept_unless_asked_for():
     strategy = naive(mlp(), [GPMPlugin(), merge])
     for experience in blobs().train_stream[:2]:
         strategy.train(experience)
-    assert merge.path is None
+    assert merge.last_merge is None

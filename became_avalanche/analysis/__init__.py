@@ -1,0 +1,1 @@
+"""Analyses of finished trainings, which may look at data of all tasks."""
