@@ -7,7 +7,6 @@ A record holds what was observed. Whatever can be computed from that (ACC, BWT, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SCHEMA = 1
 """Version of the format. Raise it with every change that an older reader would misunderstand."""
-
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Version n -> function that turns a record of version n into one of version n + 1."""
 
 Status = Literal["running", "done", "diverged", "failed"]
 Matrix = list[list[float | None]]
@@ -149,6 +145,11 @@ class Record(_Frozen):
         """Whether running it again would give the same: done or diverged."""
         return self.status in ("done", "diverged")
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether it trained on all tasks at once: an upper bound, which is ranked with no other method."""
+        return self.method == "joint"
+
     def to_json(self) -> str:
         """The text of ``record.json``."""
         return json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -167,12 +168,10 @@ def parse_record(text: str | bytes, where: str = "the record") -> Record:
             f"{where} has schema version {version}, and this version of became-avalanche reads up to {SCHEMA}: "
             "upgrade the package"
         )
-    while version < SCHEMA:
-        if version not in MIGRATIONS:
-            raise RecordError(f"{where} has schema version {version}, which is not known")
-        content = MIGRATIONS[version](content)
-        version += 1
+    from became_avalanche.results.migrations import migrate  # here: it computes metrics, which need this module
+
     try:
+        content = migrate(content, where)
         return Record.model_validate({**content, "schema_version": SCHEMA})
     except ValidationError as error:
         first = error.errors()[0]
