@@ -187,5 +187,5 @@ def test_unclear_features_are_refused():
 
 
 def test_one_plugin_stages():
-    with pytest.raises(ValueError, match="staged by one plugin only; got ConnectorPlugin and EqualTrainingPlugin"):
+    with pytest.raises(ValueError, match="in stages; got ConnectorPlugin and EqualTrainingPlugin"):
         trained(mlp(), [ConnectorPlugin(), EqualTrainingPlugin()], blobs())

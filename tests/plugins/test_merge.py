@@ -428,7 +428,7 @@ def test_heads_made_by_evaluations_in_between_are_left_alone():
 def test_what_cannot_work_is_refused_at_once():
     with pytest.raises(ValueError, match=r"epochs of stage 2.*got 0"):
         BecameMergePlugin(epochs=0)
-    with pytest.raises(ValueError, match="staged by one plugin only; got BecameMergePlugin and BecameMergePlugin"):
+    with pytest.raises(ValueError, match="in stages; got BecameMergePlugin and BecameMergePlugin"):
         stream_of([BecameMergePlugin(), BecameMergePlugin()])
     with pytest.raises(ValueError, match="not the state of a BecameMergePlugin"):
         BecameMergePlugin().load_state_dict({"t": 1})

@@ -1,0 +1,124 @@
+"""One file for nested tensors and plain values, which executes nothing when it is read.
+
+It is a safetensors file. The tensors are stored as such. The structure around them, with all plain values, is JSON in
+the metadata, next to the kind of the file, the version of the format and a checksum over the whole file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from became_avalanche.files import write_atomically
+
+SCHEMA = 1
+"""Version of the format. Raise it with every change that an older reader would misunderstand."""
+
+_UNSIGNED = "0" * 64
+"""Stands in the place of the checksum while it is computed."""
+
+
+class StateFileError(ValueError):
+    """A state file that cannot be read: missing, damaged, of another kind or of a newer version."""
+
+
+def write_state(path: str | PathLike[str], state: Mapping[Any, Any], *, kind: str) -> None:
+    """Write a state completely or not at all.
+
+    :param path: the file; an existing one is replaced.
+    :param state: nested dictionaries, lists and tuples of tensors, None, bool, int, float and str. The keys of
+        dictionaries are int or str. Subclasses of these types come back as the plain types.
+    :param kind: what the file holds; ``read_state`` must be called with the same word.
+    """
+    tensors: list[Tensor] = []
+    content = json.dumps(_encoded(state, tensors, "state"))
+    metadata = {"kind": kind, "schema": str(SCHEMA), "content": content, "sha256": _UNSIGNED}
+    unsigned = save({str(i): tensor for i, tensor in enumerate(tensors)}, metadata)
+    write_atomically(Path(path), _with_checksum(unsigned, _UNSIGNED, sha256(unsigned).hexdigest()))
+
+
+def read_state(path: str | PathLike[str], *, kind: str) -> dict[Any, Any]:
+    """The state in a file that ``write_state`` has written. Tensors are on the CPU.
+
+    :param path: the file.
+    :param kind: what the file should hold.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise StateFileError(f"cannot read {path}: {error.strerror}") from None
+    metadata = _metadata(data, path)
+    checksum = metadata["sha256"]
+    if sha256(_with_checksum(data, checksum, _UNSIGNED)).hexdigest() != checksum:
+        raise StateFileError(f"{path} is damaged: its content does not match its checksum")
+    if int(metadata["schema"]) > SCHEMA:
+        raise StateFileError(
+            f"{path} has schema version {metadata['schema']}, and this version of became-avalanche reads up to "
+            f"{SCHEMA}: upgrade the package"
+        )
+    if metadata["kind"] != kind:
+        raise StateFileError(f"{path} holds a state of the kind {metadata['kind']!r}, not {kind!r}")
+    state: dict[Any, Any] = _decoded(json.loads(metadata["content"]), load(data))
+    return state
+
+
+def _metadata(data: bytes, path: str | PathLike[str]) -> dict[str, str]:
+    """The metadata in the header of a safetensors file: eight bytes with the length of the header, then JSON."""
+    size = int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(data[8 : 8 + size])
+        metadata: dict[str, str] = header["__metadata__"]
+        end = max([info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"], default=0)
+        missing = {"kind", "schema", "content", "sha256"} - metadata.keys()
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise StateFileError(f"{path} is not a state file, or it is truncated or damaged") from None
+    if missing:
+        raise StateFileError(f"{path} is not a state file: its metadata lacks {', '.join(sorted(missing))}")
+    if len(data) != 8 + size + end:
+        raise StateFileError(f"{path} is truncated or damaged: it has {len(data)} bytes instead of {8 + size + end}")
+    return metadata
+
+
+def _with_checksum(data: bytes, old: str, new: str) -> bytes:
+    # Quotes inside of values are escaped, so the first match is the entry of the metadata.
+    return data.replace(f'"sha256":"{old}"'.encode(), f'"sha256":"{new}"'.encode(), 1)
+
+
+def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
+    """Plain values as they are; containers and tensors as JSON lists that begin with what they are."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous().clone())
+        return ["tensor", len(tensors) - 1]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, int | str):
+                raise TypeError(f"cannot save {where}: its key {key!r} is neither int nor str")
+        return ["dict", *([key, _encoded(item, tensors, f"{where}[{key!r}]")] for key, item in value.items())]
+    if isinstance(value, list | tuple):
+        tag = "list" if isinstance(value, list) else "tuple"
+        return [tag, *(_encoded(item, tensors, f"{where}[{i}]") for i, item in enumerate(value))]
+    raise TypeError(
+        f"cannot save {where}: it is a {type(value).__name__}, not a tensor, a plain value (None, bool, int, float, "
+        "str) or a dict, list or tuple of these"
+    )
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    tag, *items = value
+    if tag == "tensor":
+        return tensors[str(items[0])]
+    if tag == "dict":
+        return {key: _decoded(item, tensors) for key, item in items}
+    decoded = [_decoded(item, tensors) for item in items]
+    return decoded if tag == "list" else tuple(decoded)
