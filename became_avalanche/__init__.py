@@ -36,20 +36,29 @@ if TYPE_CHECKING:
     from became_avalanche.plugins.projection import GradientProjectionPlugin
     from became_avalanche.plugins.sgp import SGPPlugin
     from became_avalanche.plugins.trgp import TRGPPlugin
-    from became_avalanche.runs.catalogue import find_benchmark
-    from became_avalanche.runs.figures import path_figure
-    from became_avalanche.runs.presets import BenchmarkPreset, NSCLRecipe, Recipe
-    from became_avalanche.runs.train import RunResult, train
+    from became_avalanche.results.figures import path_figure
+    from became_avalanche.results.metrics import METRICS
+    from became_avalanche.results.record import Record, read_record, read_records
+    from became_avalanche.runs.catalogue import Benchmark, find_benchmark
+    from became_avalanche.runs.engines import Inline, Processes, Ray
+    from became_avalanche.runs.method import Method
+    from became_avalanche.runs.recipes import NSCLRecipe, Recipe
+    from became_avalanche.runs.session import Session, train
+    from became_avalanche.runs.spec import Network, RunSpec, Stream
+    from became_avalanche.runs.store import Store
+    from became_avalanche.runs.study import Study
+    from became_avalanche.strategy.checkpoint import NotResumableError, load_strategy, save_strategy
     from became_avalanche.strategy.divergence import DivergenceError
     from became_avalanche.strategy.protocols import OwnsParameters, StageAware, Suspendable
     from became_avalanche.strategy.stages import StagedPlugin
     from became_avalanche.strategy.state import StatefulPlugin
+    from became_avalanche.strategy.statefile import StateFileError
 
 _HOMES = {
     "AccuracyMatrix": "metrics.accuracy",
     "AlexNet": "models.alexnet",
     "BecameMergePlugin": "plugins.merge",
-    "BenchmarkPreset": "runs.presets",
+    "Benchmark": "runs.catalogue",
     "ConnectorPlugin": "plugins.connector",
     "DivergenceError": "strategy.divergence",
     "EqualTrainingPlugin": "plugins.control",
@@ -57,27 +66,40 @@ _HOMES = {
     "GPCNSPlugin": "plugins.gpcns",
     "GPMPlugin": "plugins.gpm",
     "GradientProjectionPlugin": "plugins.projection",
+    "Inline": "runs.engines",
     "LaterTaskLR": "plugins.nscl",
     "LeNet": "models.lenet",
+    "METRICS": "results.metrics",
     "MergeInputs": "merging.rules",
     "MergeRecord": "plugins.merge",
+    "Method": "runs.method",
     "MultiHeadMLP": "models.mlp",
     "MultiHeadNetwork": "models.multihead",
     "NSCLPlugin": "plugins.nscl",
-    "NSCLRecipe": "runs.presets",
+    "NSCLRecipe": "runs.recipes",
+    "Network": "runs.spec",
+    "NotResumableError": "strategy.checkpoint",
     "OWMPlugin": "plugins.owm",
-    "PathScan": "analysis.path",
     "OwnsParameters": "strategy.protocols",
+    "PathScan": "analysis.path",
     "PlateauPlugin": "plugins.plateau",
     "PreActResNet18": "models.preact_resnet",
     "PreviousFisherRule": "merging.rules",
-    "Recipe": "runs.presets",
+    "Processes": "runs.engines",
+    "Ray": "runs.engines",
+    "Recipe": "runs.recipes",
+    "Record": "results.record",
     "ReducedResNet18": "models.resnet",
-    "RunResult": "runs.train",
+    "RunSpec": "runs.spec",
     "SGPPlugin": "plugins.sgp",
+    "Session": "runs.session",
     "StageAware": "strategy.protocols",
     "StagedPlugin": "strategy.stages",
+    "StateFileError": "strategy.statefile",
     "StatefulPlugin": "strategy.state",
+    "Store": "runs.store",
+    "Stream": "runs.spec",
+    "Study": "runs.study",
     "Suspendable": "strategy.protocols",
     "TRGPPlugin": "plugins.trgp",
     "TrainingPlateauPlugin": "plugins.plateau",
@@ -86,22 +108,27 @@ _HOMES = {
     "find_benchmark": "runs.catalogue",
     "five_datasets": "benchmarks.five",
     "image_stream": "benchmarks.tensors",
+    "load_strategy": "strategy.checkpoint",
     "nscl_groups": "plugins.nscl",
-    "path_figure": "runs.figures",
+    "path_figure": "results.figures",
     "permuted_digits": "benchmarks.digits",
+    "read_record": "results.record",
+    "read_records": "results.record",
+    "save_strategy": "strategy.checkpoint",
     "scan_path": "analysis.path",
     "split_cifar100": "benchmarks.cifar",
     "split_digits": "benchmarks.digits",
     "split_miniimagenet": "benchmarks.imagenet",
     "split_tinyimagenet": "benchmarks.imagenet",
-    "train": "runs.train",
+    "train": "runs.session",
 }
 
 __all__ = [
+    "METRICS",
     "AccuracyMatrix",
     "AlexNet",
     "BecameMergePlugin",
-    "BenchmarkPreset",
+    "Benchmark",
     "ConnectorPlugin",
     "DivergenceError",
     "EqualTrainingPlugin",
@@ -109,27 +136,39 @@ __all__ = [
     "GPCNSPlugin",
     "GPMPlugin",
     "GradientProjectionPlugin",
+    "Inline",
     "LaterTaskLR",
     "LeNet",
     "MergeInputs",
     "MergeRecord",
+    "Method",
     "MultiHeadMLP",
     "MultiHeadNetwork",
     "NSCLPlugin",
     "NSCLRecipe",
+    "Network",
+    "NotResumableError",
     "OWMPlugin",
     "OwnsParameters",
     "PathScan",
     "PlateauPlugin",
     "PreActResNet18",
     "PreviousFisherRule",
+    "Processes",
+    "Ray",
     "Recipe",
+    "Record",
     "ReducedResNet18",
-    "RunResult",
+    "RunSpec",
     "SGPPlugin",
+    "Session",
     "StageAware",
     "StagedPlugin",
+    "StateFileError",
     "StatefulPlugin",
+    "Store",
+    "Stream",
+    "Study",
     "Suspendable",
     "TRGPPlugin",
     "TrainingPlateauPlugin",
@@ -138,9 +177,13 @@ __all__ = [
     "find_benchmark",
     "five_datasets",
     "image_stream",
+    "load_strategy",
     "nscl_groups",
     "path_figure",
     "permuted_digits",
+    "read_record",
+    "read_records",
+    "save_strategy",
     "scan_path",
     "split_cifar100",
     "split_digits",

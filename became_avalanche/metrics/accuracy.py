@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import nan
+from typing import Any
 
 import numpy as np
 from avalanche.evaluation import PluginMetric
@@ -41,6 +42,16 @@ class AccuracyMatrix(PluginMetric):
         self._seen: list[int] = []
         self._values: dict[tuple[int, int], float] = {}
         self._evaluated: dict[int, Accuracy] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tasks seen and all accuracies, as plain values."""
+        return {"seen": list(self._seen), "values": [[t, i, value] for (t, i), value in self._values.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that ``state_dict`` returned."""
+        self.reset()
+        self._seen = list(state["seen"])
+        self._values = {(t, i): value for t, i, value in state["values"]}
 
     def result(self) -> NDArray[np.float64]:
         """The matrix: a row per task seen, a column per task of the stream, nan where nothing was measured."""

@@ -80,7 +80,7 @@ class BecameMergePlugin(StagedPlugin):
     Fisher information is estimated) and ``on_merged`` (what follows the merge, such as a third stage).
     """
 
-    _STATE = ("t", "precision", "previous_fisher", "merges")
+    STATE = ("t", "precision", "previous_fisher", "merges")
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class NSCLPlugin(CovariancePlugin):
     """
 
     freezes_normalisation = False
-    _STATE = (*CovariancePlugin._STATE, "normalisation")
+    STATE = (*CovariancePlugin.STATE, "normalisation")
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ def nscl_groups(
 class LaterTaskLR(StatefulPlugin):
     """Sets the learning rate of one parameter group from the second experience on."""
 
-    _STATE = ("experiences",)
+    STATE = ("experiences",)
 
     def __init__(self, rate: float = 5e-5, group: int = 0) -> None:
         """Init.

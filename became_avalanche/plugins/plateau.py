@@ -7,17 +7,17 @@ from math import inf
 from typing import Any
 
 import torch
-from avalanche.training.plugins import SupervisedPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.passes import data_pass, experiences_in_training
 from became_avalanche.strategy.protocols import StageAware
+from became_avalanche.strategy.state import StatefulPlugin
 from became_avalanche.strategy.weights import restore, snapshot
 
 
-class _Plateau(SupervisedPlugin, StageAware):
+class _Plateau(StatefulPlugin, StageAware):
     """Lowers the learning rates whenever a loss has not improved for some epochs, and ends each training in time."""
 
     def __init__(self, patience: int, factor: float) -> None:

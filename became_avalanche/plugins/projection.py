@@ -65,7 +65,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
     freezes_normalisation: ClassVar[bool] = True
     """Whether the parameters of normalisation layers are frozen after the first experience."""
 
-    _STATE: ClassVar[tuple[str, ...]] = ("experiences", "memory")
+    STATE: ClassVar[tuple[str, ...]] = ("experiences", "memory")
 
     def __init__(
         self,

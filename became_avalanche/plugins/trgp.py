@@ -43,7 +43,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
     The matrices are trained by the strategy's optimizer, as a parameter group that comes and goes with the experience.
     """
 
-    _STATE = (*EnergyThresholdPlugin._STATE, "scales")
+    STATE = (*EnergyThresholdPlugin.STATE, "scales")
 
     def __init__(self, trust_threshold: float = 0.5, top_k: int = 2, **options: Unpack[ThresholdOptions]) -> None:
         """Init.

@@ -26,7 +26,7 @@ class StagedPlugin(StatefulPlugin, ABC):
     been restarted.
     """
 
-    _STATE: ClassVar[tuple[str, ...]] = ("t",)
+    STATE: ClassVar[tuple[str, ...]] = ("t",)
 
     def __init__(self) -> None:
         super().__init__()

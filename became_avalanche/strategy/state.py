@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, ClassVar
 
+import torch
 from avalanche.training.plugins import SupervisedPlugin
 from torch import Tensor
 
 
-class StatefulPlugin(SupervisedPlugin):
-    """A plugin whose state can be saved and loaded between experiences: tensors and plain values only."""
+def _let_dill_find_optimizers() -> None:
+    """Put the submodules that ``torch.optim`` removes from its namespace back into it.
 
-    _STATE: ClassVar[tuple[str, ...]] = ()
+    Without them dill, with which Avalanche's ``save_checkpoint`` pickles a strategy, fails on every optimizer.
+    """
+    for name, module in list(sys.modules.items()):
+        parent, _, leaf = name.rpartition(".")
+        if parent == "torch.optim" and not hasattr(torch.optim, leaf):
+            setattr(torch.optim, leaf, module)
+
+
+_let_dill_find_optimizers()
+
+
+class StatefulPlugin(SupervisedPlugin):
+    """A plugin whose state can be saved and loaded between experiences, by ``save_strategy`` and ``load_strategy``.
+
+    A subclass names its attributes that later experiences depend on in ``STATE``. Their values are tensors, plain
+    values, and dictionaries, lists and tuples of these.
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ()
     """The attributes that later experiences depend on."""
 
     def __init__(self) -> None:
@@ -37,16 +57,16 @@ class StatefulPlugin(SupervisedPlugin):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later experiences depend on, as tensors and plain values."""
-        return {key: _copied(getattr(self, key)) for key in self._STATE}
+        return {key: _copied(getattr(self, key)) for key in self.STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that ``state_dict`` returned."""
-        if set(state) != set(self._STATE):
+        if set(state) != set(self.STATE):
             raise ValueError(
                 f"this is not the state of a {type(self).__name__}: it has the keys {sorted(state)} instead of "
-                f"{sorted(self._STATE)}"
+                f"{sorted(self.STATE)}"
             )
-        for key in self._STATE:
+        for key in self.STATE:
             setattr(self, key, _copied(state[key]))
 
     def memory_bytes(self) -> int:
