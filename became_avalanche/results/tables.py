@@ -18,8 +18,8 @@ from became_avalanche.results.statistics import Paired, Spread, paired
 STANDARD = ("acc", "bwt", "epochs", "seconds")
 """The metrics of a table that is not told otherwise."""
 
-SHARED = ("benchmark", "stream", "n_tasks", "max_epochs")
-"""The fields of a specification that all runs of a table have in common."""
+SHARED = ("benchmark", "stream", "n_tasks")
+"""The fields of a specification that all runs of a table have in common. ``max_epochs`` has its own check."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,8 @@ def check_comparable(records: Sequence[Record]) -> None:
     """Raise a ValueError that names two runs and the fields in which they differ if a table would mix settings.
 
     Runs of one label may differ in the seed only. Runs of different labels share benchmark, stream and budget; network,
-    recipe and method are their own.
+    recipe and method are their own. A specification drops a limit of epochs that its recipe does not reach, so a run
+    without limit has the same budget if its recipe is no longer than the limit of the others.
     """
     for label, runs in by_label(records).items():
         for run, following in pairwise(runs):
@@ -275,6 +276,11 @@ def check_comparable(records: Sequence[Record]) -> None:
                 )
     for record in records[1:]:
         _check_same(records[0], record, SHARED, "compared in one table")
+    for limited in [record for record in records if record.spec["max_epochs"] is not None][:1]:
+        for record in records:
+            unlimited = record.spec["max_epochs"] is None
+            if not (unlimited and record.spec["recipe"]["epochs"] <= limited.spec["max_epochs"]):
+                _check_same(limited, record, ("max_epochs",), "compared in one table")
 
 
 def _check_same(first: Record, second: Record, fields: Iterable[str], purpose: str) -> None:

@@ -17,7 +17,7 @@ def make_spec(method, seed, n_tasks=3, **changes):
         "stream": {"name": "made-up", "options": {}, "n_tasks": n_tasks},
         "network": {"name": "mlp"},
         "method": {"name": method},
-        "recipe": {"name": "plateau", "batch_size": 32},
+        "recipe": {"name": "plateau", "batch_size": 32, "epochs": 10},
         "seed": seed,
         "n_tasks": n_tasks,
         "max_epochs": None,

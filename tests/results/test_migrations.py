@@ -46,7 +46,7 @@ def first_run():
     ],
 )
 def test_a_run_that_contradicts_itself_is_refused(changes, message):
-    with pytest.raises(RecordError, match="^run.json is corrupt: ") as error:
+    with pytest.raises(RecordError, match=r"^run\.json is corrupt: ") as error:
         parse_record(json.dumps({**first_run(), **changes}), "run.json")
     assert message in str(error.value)
 

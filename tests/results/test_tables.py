@@ -1,0 +1,287 @@
+import csv
+import io
+
+import numpy as np
+import pytest
+
+from became_avalanche.results.metrics import METRICS
+from became_avalanche.results.tables import budget, gains, gains_over, in_order, table, text_gains
+from tests import oracles
+from tests.results.records import FOLDERS, ROOT, converted, made_up, make_spec, matrix_of
+
+METHODS = ["finetune", "gpm", "gpm-2x", "gpm+became", "joint"]
+PAGES = {"": "README.md", "-family": "docs/methods.md", "-rules": "docs/merging.md"}
+
+
+@pytest.fixture
+def records():
+    return [made_up(method, seed) for seed in range(3) for method in METHODS]
+
+
+def changed(records, key, **changes):
+    """The records with one of them changed."""
+    return [record.model_copy(update=changes) if record.key == key else record for record in records]
+
+
+def accs(method, seeds=range(3)):
+    return np.array([oracles.acc(matrix_of(method, seed)) for seed in seeds])
+
+
+def page_of(folder):
+    suffix = folder.name.partition("-digits")[2]
+    return (ROOT / (PAGES[suffix] if "-digits" in folder.name else "docs/benchmarks.md")).read_text()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_committed_tables_are_made_from_the_records(folder):
+    records = converted(folder)
+    content = page_of(folder)
+    result = table(records)
+    assert result.text() in content
+    assert text_gains(gains(records), interval=False) in content
+    lines = [line.rsplit(",", 2) for line in result.csv().splitlines()]
+    assert "\n".join(line[0] for line in lines) + "\n" == (folder / "table.csv").read_text()
+    assert {line[2] for line in lines[1:]} == {"0"}
+
+
+def test_rows_are_means_over_seeds(records):
+    rows = table(records).rows
+    assert [row.label for row in rows] == METHODS
+    for row in rows:
+        assert row.values["acc"].mean == pytest.approx(np.mean(accs(row.label)))
+        assert row.values["acc"].std == pytest.approx(np.std(accs(row.label), ddof=1))
+        assert (row.runs, row.absent, row.note) == (3, {}, "")
+    bwts = [oracles.bwt(matrix_of("gpm", seed)) for seed in range(3)]
+    assert rows[1].values["bwt"].mean == pytest.approx(np.mean(bwts))
+    assert rows[-1].values["bwt"] is None
+    assert rows[3].values["epochs"].mean == 3 + 7 + 7
+
+
+def test_order(records):
+    assert [row.label for row in table(records[::-1]).rows] == METHODS[::-1]
+    order = ["joint", "sgp", "gpm"]
+    labels = ["joint", "gpm", "finetune", "gpm-2x", "gpm+became"]
+    assert [row.label for row in table(records, order=order).rows] == labels
+    assert list(dict.fromkeys(record.label for record in in_order(records, order))) == labels
+    shuffled = [records[k] for k in np.random.default_rng(0).permutation(len(records))]
+    assert table(shuffled, order=METHODS) == table(records)
+
+
+def test_best_is_marked_and_joint_does_not_compete(records):
+    perfect = [[None] * 3, [None] * 3, [1.0] * 3]
+    for seed in range(3):
+        records = changed(records, f"joint.{seed}", accuracy={"test": perfect})
+    lines = table(records).text(bold=lambda cell: f"<{cell}>").splitlines()
+    rows = table(records).rows[:-1]
+    best_acc, best_bwt = (max(rows, key=lambda row: row.values[name].mean).label for name in ("acc", "bwt"))
+    for line in lines[1:]:
+        label, acc, bwt = line[: len("gpm+became")].strip(), *line.split("  ", 1)[1].split("±")[:2]
+        assert ("<" in acc) == (label == best_acc)
+        assert ("<" in bwt) == (label == best_bwt)
+    assert "".join(lines).count("<") == 2
+    assert len({len(line.replace("<", "").replace(">", "")) for line in lines}) == 1
+
+
+def test_a_metric_for_which_lower_is_better(records):
+    result = table(records, metrics=["std"])
+    best = min(result.rows[:-1], key=lambda row: row.values["std"].mean)
+    (line,) = [line for line in result.text(bold=lambda cell: f"<{cell}>").splitlines() if "<" in line]
+    assert line.startswith(best.label + " ")
+
+
+def test_every_metric_fits_in_a_table(records):
+    result = table(records, metrics=list(METRICS))
+    lines = result.text().splitlines()
+    assert len({len(line) for line in lines}) == 1
+    for metric in METRICS.values():
+        assert f"  {metric.heading}" in lines[0]
+    with pytest.raises(ValueError, match="unknown metric 'forgeting'; did you mean 'forgetting'"):
+        table(records, metrics=["forgeting"])
+
+
+def test_csv_can_be_read_back(records):
+    records = changed(records, "gpm.1", status="diverged", label="gpm, \"quoted\" 'label'")
+    names = list(METRICS)
+    result = table(records, metrics=names)
+    rows = list(csv.DictReader(io.StringIO(result.csv())))
+    assert [row["method"] for row in rows] == [row.label for row in result.rows]
+    for read, row in zip(rows, result.rows, strict=True):
+        assert (int(read["runs"]), int(read["absent"])) == (row.runs, sum(row.absent.values()))
+        for name in names:
+            value = row.values[name]
+            mean = read[f"{name}_mean" if f"{name}_mean" in read else name]
+            assert (mean == "") == (value is None)
+            if value:
+                assert float(mean) == pytest.approx(value.mean, rel=1e-5)
+    assert rows[0]["acc_std"] != ""
+
+
+def test_runs_that_are_not_done_are_left_out_and_named(records):
+    for key, status in (("gpm.0", "diverged"), ("gpm.1", "failed"), ("gpm-2x.2", "running")):
+        records = changed(records, key, status=status)
+    records = [record for record in records if record.key != "finetune.1"]
+    result = table(records)
+    assert result.text().splitlines()[6:] == [
+        "finetune: 1 of 3 runs missing",
+        "gpm: 1 of 3 runs diverged, 1 failed",
+        "gpm-2x: 1 of 3 runs unfinished",
+    ]
+    gpm = next(row for row in result.rows if row.label == "gpm")
+    assert gpm.runs == 1
+    assert gpm.values["acc"].mean == pytest.approx(accs("gpm")[2])
+    assert gpm.values["acc"].std is None
+
+
+def test_a_label_without_any_run_that_is_done():
+    records = [made_up("gpm", 0), made_up("sgp", 0, status="failed")]
+    lines = table(records).text().splitlines()
+    assert lines[2].split() == ["sgp", "–", "–", "–", "–"]
+    assert lines[3] == "sgp: 1 of 1 run failed"
+    assert table([]).text().split() == ["method", "ACC", "%", "BWT", "%", "epochs", "seconds"]
+
+
+def test_a_metric_that_not_every_seed_measured_is_not_averaged(records):
+    result = table(changed(records, "gpm.1", converted={}), metrics=["acc", "valid_acc"])
+    assert result.rows[1].values["valid_acc"] is None
+    assert result.rows[1].values["acc"].n == 3
+
+
+def test_gains_are_paired_by_the_keys_of_the_references(records):
+    found = gains(records)
+    assert [(gain.label, gain.over) for gain in found] == [("gpm+became", "gpm"), ("gpm+became", "gpm-2x")]
+    for gain in found:
+        differences = accs(gain.label) - accs(gain.over)
+        assert gain.paired.gain.mean == pytest.approx(np.mean(differences))
+        assert gain.paired.gain.std == pytest.approx(np.std(differences, ddof=1))
+    (gain, _) = gains(changed(records, "gpm.1", status="diverged"))
+    assert gain.paired.gain.mean == pytest.approx(np.mean((accs("gpm+became") - accs("gpm"))[[0, 2]]))
+    renamed = [r.model_copy(update={"label": "GPM"}) if r.label == "gpm" else r for r in records]
+    assert [gain.over for gain in gains(renamed)] == ["GPM", "gpm-2x"]
+    alone = [record for record in records if not record.label.startswith("gpm-") and record.label != "gpm"]
+    assert gains(alone) == []
+
+
+def test_gains_over_one_label_are_paired_by_seed(records):
+    records = [record for record in records if record.key not in ("finetune.0", "gpm.2")]
+    found = gains_over(records, "finetune")
+    assert [gain.label for gain in found] == METHODS[1:]
+    assert {gain.over for gain in found} == {"finetune"}
+    differences = accs("gpm", [1]) - accs("finetune", [1])
+    assert found[0].paired.gain.mean == pytest.approx(differences[0])
+    assert found[1].paired.gain.n == 2
+    assert [gain.label for gain in gains_over(records, "finetune", "bwt")] == METHODS[1:-1]
+    with pytest.raises(ValueError, match="unknown label 'finetun'; did you mean 'finetune'"):
+        gains_over(records, "finetun")
+
+
+def runs_with(label, values, **changes):
+    """Runs of one task with these accuracies, one per seed."""
+    return [made_up(label, seed, 1, accuracy={"test": [[value]]}, **changes) for seed, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "detail"),
+    [
+        ([0.51], "+1.00 points of ACC"),
+        ([0.51, 0.53], "+2.00 ± 1.41 points of ACC (95 % interval -10.71 to +14.71, 2 seeds)"),
+        ([0.51, 0.53, 0.52], "+2.00 ± 1.00 points of ACC (95 % interval -0.48 to +4.48, p = 0.25, 3 seeds)"),
+        ([0.51] * 5, "+1.00 ± 0.00 points of ACC (95 % interval +1.00 to +1.00, p = 0.06, 5 seeds)"),
+        ([0.49] * 9, "-1.00 ± 0.00 points of ACC (95 % interval -1.00 to -1.00, p = 0.004, 9 seeds)"),
+    ],
+)
+def test_text_of_gains(ours, detail):
+    found = gains_over(runs_with("gpm", [0.5] * len(ours)) + runs_with("sgp", ours), "gpm")
+    assert text_gains(found) == f"sgp over gpm: {detail}"
+    assert text_gains(found, interval=False) == f"sgp over gpm: {detail.partition(' (')[0]}"
+
+
+def test_gains_in_other_metrics(records):
+    assert "gpm+became over gpm: +8 ± 0 epochs (95 % interval +8 to +8, p = 0.25, 3 seeds)" in text_gains(
+        gains(records, "epochs")
+    )
+    assert " points of BWT" in text_gains(gains(records, "bwt"), interval=False)
+
+
+@pytest.mark.parametrize("function", [table, gains, lambda records: gains_over(records, "gpm")])
+@pytest.mark.parametrize(
+    ("key", "changes", "message"),
+    [
+        (
+            "gpm.1",
+            {"recipe": {"name": "plateau", "batch_size": 64, "epochs": 10}},
+            r"gpm\.1 .* recipe.batch_size \(32 and 64\)",
+        ),
+        ("gpm.2", {"threads": 2, "device": "cuda"}, r"as 'gpm': .* device \('cpu' and 'cuda'\), threads \(1 and 2\)"),
+        ("gpm.1", {"method": {"name": "gpm", "threshold": 0.9}}, r"method.threshold \(None and 0.9\)"),
+        ("joint.0", {"max_epochs": 5}, r"joint\.0 and joint\.1 .* max_epochs \(5 and None\)"),
+    ],
+)
+def test_different_settings_under_one_label_are_refused(records, function, key, changes, message):
+    method, seed = key.split(".")
+    records = changed(records, key, spec=make_spec(method, int(seed)) | changes)
+    with pytest.raises(ValueError, match=message):
+        function(records)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"benchmark": "other"}, r"benchmark \('made-up' and 'other'\)"),
+        ({"n_tasks": 2}, r"n_tasks \(3 and 2\)"),
+        ({"stream": {"name": "made-up", "options": {"order": 1}, "n_tasks": 3}}, r"stream.options.order \(None and"),
+    ],
+)
+def test_labels_with_different_benchmarks_or_budgets_are_refused(changes, message):
+    other = made_up("sgp", 0, spec=make_spec("sgp", 0) | changes)
+    with pytest.raises(ValueError, match=rf"gpm\.0 and sgp\.0 cannot be compared in one table: .*{message}"):
+        table([made_up("gpm", 0), other])
+
+
+@pytest.mark.parametrize(
+    ("limits", "recipe_epochs", "fair"),
+    [
+        ((None, None), 20, True),
+        ((5, 5), 20, True),
+        ((5, None), 5, True),  # the specification has dropped a limit that its recipe does not reach
+        ((5, None), 6, False),
+        ((None, 5), 6, False),
+        ((5, 4), 20, False),
+    ],
+)
+def test_labels_train_for_the_same_budget(limits, recipe_epochs, fair):
+    recipes = [{"name": "plateau", "epochs": recipe_epochs if limit is None else 20} for limit in limits]
+    records = [
+        made_up(method, 0, spec=make_spec(method, 0, max_epochs=limit, recipe=recipe))
+        for method, limit, recipe in zip(("gpm", "sgp"), limits, recipes, strict=True)
+    ]
+    if fair:
+        assert len(table(records).rows) == 2
+    else:
+        with pytest.raises(
+            ValueError, match=r"cannot be compared in one table: they differ in max_epochs \(\w+ and \w+\)"
+        ):
+            table(records)
+
+
+def test_labels_may_differ_in_recipe_and_network():
+    other = made_up("sgp", 0, spec=make_spec("sgp", 0, recipe={"name": "sgd"}, network={"name": "resnet"}))
+    assert len(table([made_up("gpm", 0), other]).rows) == 2
+
+
+def test_a_run_that_is_listed_twice_is_refused(records):
+    with pytest.raises(ValueError, match=r"gpm\.1 and gpm\.1 are the same run of 'gpm', seed 1"):
+        table([*records, made_up("gpm", 1)])
+
+
+@pytest.mark.parametrize(
+    ("n_tasks", "max_epochs", "text"),
+    [
+        (10, None, ""),
+        (3, None, "3 of 10 tasks"),
+        (10, 20, "at most 20 epochs per stage"),
+        (3, 1, "3 of 10 tasks, at most 1 epoch per stage"),
+    ],
+)
+def test_budget(n_tasks, max_epochs, text):
+    stream = {"name": "made-up", "options": {}, "n_tasks": 10}
+    assert budget({**make_spec("gpm", 0), "stream": stream, "n_tasks": n_tasks, "max_epochs": max_epochs}) == text
