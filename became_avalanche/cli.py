@@ -1,22 +1,59 @@
-"""The command ``became``."""
+"""The command ``became``: parses, calls and prints. It trains nothing itself.
+
+torch and Avalanche take seconds to import, so this module imports them only in the commands that need them.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from became_avalanche.runs.compare import Comparison
-    from became_avalanche.runs.progress import Progress
-    from became_avalanche.runs.train import RunResult
+    from became_avalanche.results.record import Record
+    from became_avalanche.runs.engines import Engine, Outcome
+    from became_avalanche.runs.spec import RunSpec
+    from became_avalanche.runs.store import Store
+    from became_avalanche.runs.study import Study
 
 
 DATA = click.option(
     "--data", default="data", show_default=True, type=click.Path(path_type=Path), help="Folder of data sets."
 )
+OUT = click.option("--out", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs.")
+
+
+def execution(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of commands that train."""
+    for option in reversed(
+        [
+            DATA,
+            OUT,
+            click.option(
+                "--engine",
+                default="inline",
+                show_default=True,
+                type=click.Choice(["inline", "processes", "ray"]),
+                help="Where to train: in this process, in local processes, or on a Ray cluster.",
+            ),
+            click.option("--workers", type=click.IntRange(1), help="Runs at a time (processes). Default: one per CPU."),
+            click.option("--address", help="Address of a running Ray cluster. Default: start one on this machine."),
+            click.option("--wandb", metavar="PROJECT", help="Also log each run to this Weights & Biases project."),
+            click.option(
+                "--keep",
+                default="checkpoint",
+                show_default=True,
+                type=click.Choice(["checkpoint", "endpoints"]),
+                help="endpoints: also keep the weights that each merge was made of.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -27,53 +64,84 @@ def became() -> None:
 
 @became.command()
 @click.option("--benchmark", default="split-digits", show_default=True, help="A name; `became presets` lists them.")
-@click.option("--methods", help="Comma-separated names, such as gpm,gpm-2x,gpm+became. Default: all of the usual ones.")
-@click.option("--tasks", type=int, help="Learn only so many tasks.")
-@click.option("--epochs", type=int, help="Train each stage for at most so many epochs.")
-@DATA
+@click.option("--methods", help="Comma-separated names, such as gpm,gpm-2x,gpm+became. Default: the usual ones.")
+@click.option("--tasks", type=click.IntRange(1), help="Number of tasks to train. Default: all.")
+@click.option("--epochs", type=click.IntRange(1), help="At most this many epochs per stage.")
 @click.option("--device", default="cpu", show_default=True, help="Where to train: cpu, cuda, ...")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="CPU threads per run.")
 @click.option("--seeds", default=2, show_default=True, type=click.IntRange(1, 1000), help="Runs per method.")
-@click.option("--out", default="runs/compare", show_default=True, type=click.Path(path_type=Path), help="Folder.")
-@click.option("--wandb", metavar="PROJECT", help="Also log each run to this Weights & Biases project.")
+@execution
 def compare(
     benchmark: str,
     methods: str | None,
     tasks: int | None,
     epochs: int | None,
-    data: Path,
     device: str,
+    threads: int,
     seeds: int,
     out: Path,
-    wandb: str | None,
+    **options: Any,
 ) -> None:
     """Train several methods on a benchmark and show how they compare.
 
-    Prints a table of ACC and BWT and writes results.json, table.csv and comparison.png. An interrupted comparison goes
-    on where it was when the command is given again.
+    Prints a table of ACC and BWT. Each run has its own folder in --out, beside table.csv and comparison.png. Finished
+    runs are kept and used again. Rerun the same command to resume.
     """
-    _make_writable(out)
     _quiet()
-    from became_avalanche.runs.catalogue import find_benchmark
-    from became_avalanche.runs.compare import Comparison
-    from became_avalanche.runs.methods import COMPARED, METHODS
-    from became_avalanche.runs.names import look_up
+    from became_avalanche.runs.method import COMPARED
+    from became_avalanche.runs.study import Study
 
-    _check_device(device)
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())) if methods else COMPARED
-    try:
-        preset = find_benchmark(benchmark).scaled(tasks, epochs).at(data)
-        for name in names:
-            look_up("method", name, METHODS)
-        if preset.data:
-            preset.open(0)  # what is wrong with the data is said before anything is trained
-    except (ValueError, FileNotFoundError) as error:
-        raise click.UsageError(str(error)) from None
     if not names:
         raise click.UsageError("--methods names no method")
-    comparison = Comparison(preset, names, seeds, out)
-    comparison.resume()
-    _train_all(comparison, device, wandb)
-    _show(comparison)
+    study = Study(
+        name="comparison",
+        benchmarks=[benchmark],
+        methods=list(names),
+        seeds=list(range(seeds)),
+        n_tasks=tasks,
+        max_epochs=epochs,
+        device=device,
+        threads=threads,
+    )
+    _run_study(study, out, **options)
+
+
+@became.command()
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--dry-run", is_flag=True, help="Show what would be trained and how long it may take.")
+@execution
+def study(file: Path, dry_run: bool, out: Path, **options: Any) -> None:
+    """Train what is missing of the study in the TOML file FILE.
+
+    Finished runs are kept and used again. Rerun the same command to resume.
+    """
+    _quiet()
+    from became_avalanche.runs.study import Study
+
+    chosen = Study.read(file)
+    if dry_run:
+        _show_plan(chosen, out, options["workers"] if options["engine"] == "processes" else 1)
+    else:
+        _run_study(chosen, out, **options)
+
+
+@became.command()
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@OUT
+def status(file: Path, out: Path) -> None:
+    """Show which runs of the study in the TOML file FILE are done, running, interrupted, failed or missing."""
+    _quiet()
+    from became_avalanche.runs.store import Store
+    from became_avalanche.runs.study import Study, status_of
+
+    statuses = status_of(Study.read(file).specs(), Store(out))
+    for status in statuses:
+        spec = status.spec
+        name = f"{spec.benchmark}, {spec.method.label or spec.method.name}, seed {spec.seed}"
+        click.echo(f"{status.state:12} {name}" + (f": {status.note}" if status.note else ""))
+    counts = Counter(status.state for status in statuses)
+    click.echo(f"\n{len(statuses)} runs: " + ", ".join(f"{number} {state}" for state, number in counts.items()))
 
 
 @became.command()
@@ -82,23 +150,19 @@ def presets(name: str | None) -> None:
     """List the benchmarks, or show all settings of the one called NAME."""
     _quiet()
     from became_avalanche.runs.catalogue import BENCHMARKS, find_benchmark
-    from became_avalanche.runs.describe import list_presets, show_preset
+    from became_avalanche.runs.describe import list_benchmarks, show_benchmark
 
-    try:
-        click.echo(list_presets(BENCHMARKS.values()) if name is None else show_preset(find_benchmark(name)))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    click.echo(list_benchmarks(BENCHMARKS.values()) if name is None else show_benchmark(find_benchmark(name)))
 
 
 @became.command()
 @DATA
 def data(data: Path) -> None:
-    """List the data sets of the benchmarks: which are there and whole, and what to do about the others."""
+    """List the data sets of the benchmarks: which are complete, and what to do about the others."""
     _quiet()
-    from became_avalanche.runs.catalogue import SOURCES
-    from became_avalanche.runs.describe import describe_source
+    from became_avalanche.runs.describe import all_sources, describe_source
 
-    for source in SOURCES:
+    for source in all_sources():
         click.echo(describe_source(source, data))
 
 
@@ -107,21 +171,27 @@ def main() -> None:
     try:
         sys.exit(became(standalone_mode=False))
     except click.UsageError as error:
-        click.echo(f"became: {error.format_message()}", err=True)
-        sys.exit(2)
+        _fail(error.format_message())
     except (click.Abort, KeyboardInterrupt):
         click.echo("became: interrupted", err=True)
         sys.exit(130)
+    except Exception as error:
+        if not _is_user_error(error):
+            raise
+        _fail(str(error))
 
 
-def _make_writable(folder: Path) -> None:
-    probe = folder / ".writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise click.UsageError(f"cannot write to {folder}: {error.strerror}; choose another with --out") from None
+def _is_user_error(error: Exception) -> bool:
+    from became_avalanche.results.record import RecordError
+    from became_avalanche.runs.spec import SpecError
+    from became_avalanche.runs.store import StoreError
+
+    return isinstance(error, RecordError | SpecError | StoreError)
+
+
+def _fail(message: str) -> None:
+    click.echo(f"became: {message}", err=True)
+    sys.exit(2)
 
 
 def _check_device(device: str) -> None:
@@ -134,91 +204,161 @@ def _check_device(device: str) -> None:
 
 
 def _quiet() -> None:
-    """Avalanche warns on import that GEM, which is not used here, lacks a solver."""
+    """Silence Avalanche, which warns on import that GEM, which is not used here, lacks a solver."""
     import warnings
 
     warnings.filterwarnings("ignore", message="no QP solver found")
 
 
-def _train_all(comparison: Comparison, device: str, wandb: str | None) -> None:
-    import torch
+# ----------------------------------------------------------------------------------------------------------- studies
 
+
+def _run_study(
+    study: Study,
+    out: Path,
+    data: Path,
+    engine: str,
+    workers: int | None,
+    address: str | None,
+    wandb: str | None,
+    keep: Any,
+) -> None:
+    """Train what is missing and show the tables."""
     from became_avalanche.runs.progress import Progress
-    from became_avalanche.runs.train import train
+    from became_avalanche.runs.session import Local
+    from became_avalanche.runs.store import Store
+    from became_avalanche.runs.study import missing, status_of
 
-    if not comparison.preset.data:  # networks are so small that further threads only wait, and numbers depend on them
-        torch.set_num_threads(1)
-    progress = Progress(comparison)
-
-    def run(method: str, seed: int) -> RunResult:
-        progress.begin(method, seed)
-        if wandb is None:
-            result = train(comparison.preset, method, seed, device=device, plugins=[progress])
-        else:
-            result = _train_logged(comparison, method, seed, device, wandb, progress)
-        progress.end(result)
-        return result
-
+    specs, store = study.specs(), Store(out)
+    store.make_writable()
+    statuses = status_of(specs, store)
+    for status in statuses:
+        if status.state == "unreadable":
+            click.echo(f"became: {status.note}; this run is left alone", err=True)
+    wanted = missing(statuses)
+    if wanted:
+        _check(wanted, data)
+    local = Local(data=data, keep=keep, wandb=wandb, group=None if study.name == "comparison" else study.name)
+    outcomes: list[Outcome] = []
     try:
-        with progress:
-            comparison.run(run)
+        with Progress({spec.key(): spec for spec in wanted}, done=len(specs) - len(wanted)) as progress:
+            for outcome in _engine(engine, workers, address).run(wanted, store, local, progress):
+                progress.finished(outcome.spec.key(), outcome.record, outcome.problem)
+                outcomes.append(outcome)
     except KeyboardInterrupt:
-        kept = f"{len(comparison.runs)} finished runs are in {comparison.folder / 'results.json'}"
-        click.echo(f"became: interrupted; {kept if comparison.runs else 'no run was finished'}", err=True)
+        finished = len(specs) - len(wanted) + sum(outcome.record is not None for outcome in outcomes)
+        click.echo(
+            f"became: interrupted; {finished} of {len(specs)} runs are finished in {out}. Rerun the same command to "
+            "resume.",
+            err=True,
+        )
         sys.exit(130)
+    _show(study, specs, store)
+    problems = [outcome for outcome in outcomes if outcome.record is None or outcome.record.status != "done"]
+    if any(outcome.record is None or outcome.record.status == "failed" for outcome in problems):
+        click.echo("\nSome runs failed. Rerun the same command to try them again.", err=True)
+        sys.exit(1)
 
 
-def _train_logged(
-    comparison: Comparison, method: str, seed: int, device: str, project: str, progress: Progress
-) -> RunResult:
-    """A run that also goes to Weights & Biases."""
-    import numpy as np
-    from avalanche.evaluation.metrics import loss_metrics
+def _check(specs: Sequence[RunSpec], data: Path) -> None:
+    """Say what is wrong with methods, device and data before anything is trained."""
+    from became_avalanche.runs.session import open_stream
 
-    from became_avalanche.logging.wandb import WandBLogger
-    from became_avalanche.runs.figures import run_figure
-    from became_avalanche.runs.train import train
-
-    config = {**comparison.settings, "method": method, "seed": seed}
-    try:
-        logger = WandBLogger(
-            project, name=f"{method}-{seed}", group=comparison.preset.name, config=config, directory=comparison.folder
-        )
-    except RuntimeError as error:
-        raise click.UsageError(str(error)) from None
-    with logger:
-        result = train(
-            comparison.preset,
-            method,
-            seed,
-            device=device,
-            plugins=[progress],
-            loggers=[logger],
-            metrics=[loss_metrics(epoch=True)],
-        )
-        summary = {"ACC": result.acc, **({} if result.bwt is None else {"BWT": result.bwt})}
-        logger.log_result(accuracy=np.array(result.accuracy, dtype=float), picture=run_figure(result), summary=summary)
-    return result
+    for device in {spec.device for spec in specs}:
+        _check_device(device)
+    for spec in {(spec.benchmark, spec.method.name, spec.method.label): spec for spec in specs}.values():
+        spec.check()
+    for spec in {spec.stream.name: spec for spec in specs if spec.stream.reads_files}.values():
+        open_stream(spec, data)
 
 
-def _show(comparison: Comparison) -> None:
-    """Print the table and the gains, write the files and name them."""
-    from became_avalanche.runs.catalogue import untuned
-    from became_avalanche.runs.compare import text_gains, text_table
-    from became_avalanche.runs.figures import comparison_figure
-    from became_avalanche.runs.methods import base_of
+def _engine(name: str, workers: int | None, address: str | None) -> Engine:
+    from became_avalanche.runs.engines import Inline, Processes, Ray
 
-    comparison.save()
-    comparison.save_table()
-    picture = comparison.folder / "comparison.png"
-    comparison_figure(comparison).savefig(picture, dpi=150)
-    seeds = "one seed" if comparison.seeds == 1 else f"{comparison.seeds} seeds, mean ± standard deviation"
-    click.echo(f"\n{comparison.preset.title}, {seeds}\n")
-    click.echo(text_table(comparison.rows(), bold=lambda text: click.style(text, bold=True)))
-    if comparison.gains():
-        click.echo(f"\n{text_gains(comparison.gains())}")
-    if names := sorted(untuned(comparison.preset) & set(map(base_of, comparison.methods))):
-        click.echo(f"\nStrengths that were not chosen for this benchmark: {', '.join(names)}")
-    click.echo(f"\nAll runs: {comparison.folder / 'results.json'}")
-    click.echo(f"Table:    {comparison.folder / 'table.csv'}")
-    click.echo(f"Picture:  {picture}")
+    if workers is not None and name != "processes":
+        raise click.UsageError("--workers needs --engine processes")
+    if address is not None and name != "ray":
+        raise click.UsageError("--address needs --engine ray")
+    if name == "inline":
+        return Inline()
+    return Processes(workers) if name == "processes" else Ray(address)
+
+
+def _show_plan(study: Study, out: Path, workers: int | None) -> None:
+    """Print the runs that are missing, with an estimate of their time from finished runs."""
+    import os
+
+    from became_avalanche.runs.progress import duration
+    from became_avalanche.runs.store import Store
+    from became_avalanche.runs.study import estimate, missing, status_of
+
+    store = Store(out)
+    statuses = status_of(study.specs(), store)
+    wanted = missing(statuses)
+    for spec in wanted:
+        spec.check()
+    seconds = estimate(wanted, store.records())
+    for spec in wanted:
+        guess = seconds[spec.key()]
+        name = f"{spec.benchmark}, {spec.method.label or spec.method.name}, seed {spec.seed}"
+        click.echo(f"{name}: " + ("no estimate" if guess is None else f"about {duration(guess)}"))
+    known = [value for value in seconds.values() if value is not None]
+    total = f", about {duration(sum(known) / (workers or os.cpu_count() or 1))}" if known else ""
+    unknown = f" and {len(wanted) - len(known)} runs without estimate" if known and len(known) < len(wanted) else ""
+    click.echo(f"{len(wanted)} of {len(statuses)} runs to train{total}{unknown}")
+
+
+def _show(study: Study, specs: Sequence[RunSpec], store: Store) -> None:
+    """Print table and gains of each benchmark, write CSV and figure, and name the files."""
+    from became_avalanche.results.tables import gains, table, text_gains
+    from became_avalanche.runs.study import records_of
+
+    for name in study.benchmarks:
+        records = records_of([spec for spec in specs if spec.benchmark == name], store)
+        if not records:
+            continue
+        records = [record for label in study.labels() for record in records if record.label == label]
+        shown = table(records)
+        click.echo(f"\n{_title(records)}, {_seeds(len(study.seeds))}\n")
+        click.echo(shown.text(bold=lambda text: click.style(text, bold=True)))
+        if found := text_gains(gains(records)):
+            click.echo(f"\n{found}")
+        _warn_untuned(name, specs)
+        _write_files(study, name, records, shown.csv(), store.root)
+
+
+def _seeds(number: int) -> str:
+    return "one seed" if number == 1 else f"{number} seeds, mean ± standard deviation"
+
+
+def _title(records: Sequence[Record]) -> str:
+    from became_avalanche.results.tables import budget
+
+    budgets = sorted({budget(record.spec) for record in records}, key=len)
+    return records[0].benchmark + (f" ({budgets[-1]})" if budgets[-1] else "")
+
+
+def _warn_untuned(name: str, specs: Sequence[RunSpec]) -> None:
+    from became_avalanche.runs.catalogue import find_benchmark
+
+    used = {spec.method.settings for spec in specs if spec.benchmark == name}
+    if names := sorted(find_benchmark(name).untuned & used):
+        click.echo(f"\nHyperparameters that are untuned defaults on this benchmark: {', '.join(names)}")
+
+
+def _write_files(study: Study, benchmark: str, records: Sequence[Record], csv: str, root: Path) -> None:
+    import io
+
+    from became_avalanche.files import write_atomically
+    from became_avalanche.results.figures import comparison_figure
+
+    prefix = "" if study.name == "comparison" else f"{study.name}-"
+    prefix += f"{benchmark}-" if len(study.benchmarks) > 1 else ""
+    write_atomically(root / f"{prefix}table.csv", csv)
+    picture = io.BytesIO()
+    title = _title(records)
+    comparison_figure(records, title if title != benchmark else "").savefig(picture, dpi=150)
+    write_atomically(root / f"{prefix}comparison.png", picture.getvalue())
+    click.echo(f"\nRuns:   {root}")
+    click.echo(f"Table:  {root / f'{prefix}table.csv'}")
+    click.echo(f"Figure: {root / f'{prefix}comparison.png'}")

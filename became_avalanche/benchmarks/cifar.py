@@ -11,7 +11,7 @@ from avalanche.benchmarks.scenarios import GenericCLScenario
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
-from became_avalanche.benchmarks.files import ANEW, Source, equal_classes, pickled_images
+from became_avalanche.benchmarks.files import ANEW, Source, equal_classes, keeps, pickled_images
 from became_avalanche.benchmarks.tensors import StreamOptions, image_stream, normalise, refuse_uneven, tasks_of
 
 if TYPE_CHECKING:
@@ -93,7 +93,12 @@ class _Part(NamedTuple):
 
 
 def _both_parts(dataset_root: str | PathLike[str]) -> tuple[_Part, _Part]:
-    return _load(CIFAR_100.get(Path(dataset_root)))
+    return _kept(CIFAR_100.get(Path(dataset_root)))
+
+
+@keeps(1)
+def _kept(folder: Path) -> tuple[_Part, _Part]:
+    return _load(folder)
 
 
 def _load(folder: Path) -> tuple[_Part, _Part]:

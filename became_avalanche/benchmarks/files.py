@@ -11,9 +11,10 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import URLError
 
 import numpy as np
@@ -63,6 +64,52 @@ class Source:
     def advice(self, root: Path) -> str:
         """What to do where it is missing."""
         return f"get {self.origin}, so that {root / self.folder} is there"
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+T = TypeVar("T")
+
+_LOADED: dict[str, dict[str, Any]] = {}
+"""Loader -> folder -> the images that it has read."""
+
+
+def keeps(n: int) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
+    """Decorate a loader so that it keeps the images of the last ``n`` folders in memory."""
+
+    def decorate(load: Callable[[Path], T]) -> Callable[[Path], T]:
+        name = f"{load.__module__}.{load.__qualname__}"
+
+        @wraps(load)
+        def kept(folder: Path) -> T:
+            own = _LOADED.setdefault(name, {})
+            place = str(folder.resolve())
+            if place not in own:
+                images = load(folder)
+                while len(own) >= n:
+                    del own[next(iter(own))]
+                own[place] = images
+            found: T = own[place]
+            return found
+
+        return kept
+
+    return decorate
+
+
+def loaded() -> dict[str, dict[str, Any]]:
+    """All images that this process has read, to be passed to ``share_loaded`` in another one."""
+    return _LOADED
+
+
+def forget_loaded() -> None:
+    """Free the memory of all images that were read."""
+    _LOADED.clear()
+
+
+def share_loaded(images: dict[str, dict[str, Any]]) -> None:
+    """Use images that another process has read instead of reading them again."""
+    _LOADED.update(images)
 
 
 # ------------------------------------------------------------------------------------------------------------ pickles

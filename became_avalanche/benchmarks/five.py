@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +23,7 @@ from became_avalanche.benchmarks.files import (
     Source,
     decode,
     image_files,
+    keeps,
     load_idx,
     pickled_images,
     refuse_unequal,
@@ -100,7 +100,7 @@ def _refuse_other_sizes(place: Path, parts: Parts, sizes: tuple[int, int] | None
     return parts
 
 
-@lru_cache(maxsize=1)
+@keeps(1)
 def _cifar10(folder: Path) -> Parts:
     def part(*names: str) -> Images:
         files = [pickled_images(folder / name, ("data", "labels")) for name in names]
@@ -127,12 +127,12 @@ def _grey(images: Tensor) -> Tensor:
     return F.pad(images, [2, 2, 2, 2])
 
 
-@lru_cache(maxsize=2)
+@keeps(2)
 def _mnist(folder: Path) -> Parts:
     return _refuse_other_sizes(folder, (_idx(folder, "train"), _idx(folder, "t10k")), SIZES["mnist"])
 
 
-@lru_cache(maxsize=1)
+@keeps(1)
 def _svhn(folder: Path) -> Parts:
     def part(name: str) -> Images:
         path = folder / f"{name}_32x32.mat"
@@ -151,7 +151,7 @@ def _svhn(folder: Path) -> Parts:
     return _refuse_other_sizes(folder, (part("train"), part("test")), SIZES["svhn"])
 
 
-@lru_cache(maxsize=1)
+@keeps(1)
 def _notmnist(folder: Path) -> Parts:
     raw = next((place for place in (folder, folder / "raw") if any(place.glob("*-ubyte*"))), None)
     if raw is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from became_avalanche.benchmarks.files import (
     decode,
     equal_classes,
     image_files,
+    keeps,
     load_pickle,
     pickled_images,
     refuse_unequal,
@@ -116,7 +116,7 @@ def _tiny_test(folder: Path, names: list[str]) -> Files:
     return list(files.values())
 
 
-@lru_cache(maxsize=1)
+@keeps(1)
 def _tiny(folder: Path) -> tuple[Images, Images]:
     train, test = _tiny_files(folder)
     return _decoded(train, 64, "TinyImageNet"), _decoded(test, 64, "TinyImageNet")
@@ -142,7 +142,7 @@ TRAINED = 500
 """Images of each class to train with; the others are for testing."""
 
 
-@lru_cache(maxsize=1)
+@keeps(1)
 def _mini(folder: Path) -> tuple[Images, Images]:
     if (folder / "train.pkl").exists() or (folder / "test.pkl").exists():
         return _mini_part(folder / "train.pkl", TRAINED), _mini_part(folder / "test.pkl", PER_CLASS - TRAINED)

@@ -1,71 +1,142 @@
-"""Benchmarks by name: the embedded ones, and the paper's with its settings.
+"""Benchmarks by name, with the paper's networks, recipes and hyperparameters: values only.
 
-The paper has two families of experiments, which differ in data protocol, network and recipe, so they are benchmarks of
+The paper has two families of experiments, which differ in data protocol, network and recipe. They are benchmarks of
 their own: the GPM family, and Adam-NSCL, whose names end in ``-nscl`` where both use the same data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
+from became_avalanche.files import look_up
+from became_avalanche.runs.method import Method, Options
+from became_avalanche.runs.recipes import NSCLRecipe, Recipe
+from became_avalanche.runs.spec import Network, RunSpec, SpecError, Stream, validated
 
-from became_avalanche.benchmarks.cifar import CIFAR_100, SUPERCLASS_ORDERS, cifar100_superclass, split_cifar100
-from became_avalanche.benchmarks.digits import permuted_digits, split_digits
-from became_avalanche.benchmarks.files import Source
-from became_avalanche.benchmarks.five import MEMBERS, five_datasets
-from became_avalanche.benchmarks.imagenet import MINI_IMAGENET, TINY_IMAGENET, split_miniimagenet, split_tinyimagenet
-from became_avalanche.models.alexnet import AlexNet
-from became_avalanche.models.lenet import LeNet
-from became_avalanche.models.mlp import MultiHeadMLP
-from became_avalanche.models.preact_resnet import PreActResNet18
-from became_avalanche.models.resnet import ReducedResNet18
-from became_avalanche.runs.names import look_up
-from became_avalanche.runs.presets import BenchmarkPreset, NSCLRecipe, Recipe
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A stream and a network, with the recipe and the hyperparameters of each method on it."""
+
+    name: str
+    stream: Stream
+    network: Network
+    recipe: Recipe | NSCLRecipe
+    """Default recipe."""
+    hyperparameters: Mapping[str, Options] = field(default_factory=dict)
+    """Options of each method's plugin, where they differ from its defaults."""
+    recipes: Mapping[str, Recipe | NSCLRecipe] = field(default_factory=dict)
+    """Recipes of the methods that do not use the default one."""
+    untuned: frozenset[str] = frozenset()
+    """Methods whose hyperparameters are untuned defaults, not chosen for this benchmark."""
+
+    def spec(
+        self,
+        method: str | Method,
+        seed: int = 0,
+        *,
+        n_tasks: int | None = None,
+        max_epochs: int | None = None,
+        **fields: Any,
+    ) -> RunSpec:
+        """The specification of a run on this benchmark.
+
+        :param method: a name, such as ``gpm+became``, which gets the hyperparameters of this benchmark; or a
+            ``Method``, whose own options come before them.
+        :param seed: the seed.
+        :param n_tasks: number of tasks to train; all by default.
+        :param max_epochs: at most this many epochs per stage; by default as many as the recipe says.
+        :param fields: ``device``, ``threads`` and ``eval_batch_size`` of ``RunSpec``.
+        """
+        chosen = method if isinstance(method, Method) else Method.parse(method)
+        options = {**self.hyperparameters.get(chosen.settings, {}), **chosen.options}
+        content = {
+            "benchmark": self.name,
+            "stream": self.stream,
+            "network": self.network,
+            "method": chosen.model_copy(update={"options": options}),
+            "recipe": self.recipes.get(chosen.settings, self.recipe),
+            "seed": seed,
+            "n_tasks": self.stream.n_tasks if n_tasks is None else n_tasks,
+            "max_epochs": max_epochs,
+            **fields,
+        }
+        spec: RunSpec = validated(RunSpec, content, f"{self.name}, {chosen.name}")
+        return spec
+
+
+def _stream(name: str, n_tasks: int, **options: Any) -> Stream:
+    return Stream(name=name, n_tasks=n_tasks, options=options)
+
+
+def _network(name: str, channels_last: bool = False, **options: Any) -> Network:
+    return Network(name=name, options=options, channels_last=channels_last)
+
+
+_DIGITS_RECIPE = Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005)
 
 EMBEDDED = (
-    BenchmarkPreset(
+    Benchmark(
         name="split-digits",
-        stream=split_digits,
-        n_tasks=5,
-        model=MultiHeadMLP,
-        recipe=Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005),
-        strengths={
-            **{"ewc": 1000, "si": 10, "lwf": 3, "agem": 40, "er": 200},
-            **{"sgp": 30, "trgp": 0.5, "gpcns": 0.3, "nscl": 10000, "owm": 10},
+        stream=_stream("split-digits", 5),
+        network=_network("mlp"),
+        recipe=_DIGITS_RECIPE,
+        hyperparameters={
+            "ewc": {"ewc_lambda": 1000},
+            "si": {"si_lambda": 10},
+            "lwf": {"alpha": 3},
+            "agem": {"patterns_per_experience": 40},
+            "er": {"mem_size": 200},
+            "sgp": {"alpha": 30},
+            "trgp": {"trust_threshold": 0.5},
+            "gpcns": {"alpha": 0.3},
+            "nscl": {"a": 10000},
+            "owm": {"alpha": 10},
         },
     ),
-    BenchmarkPreset(
+    Benchmark(
         name="permuted-digits",
-        stream=permuted_digits,
-        n_tasks=10,
-        model=MultiHeadMLP,
-        recipe=Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005),
-        strengths={
-            **{"ewc": 1000, "si": 1000, "lwf": 1, "agem": 20, "er": 200},
-            **{"sgp": 10, "trgp": 0.5, "gpcns": 25, "nscl": 1, "owm": 100},
+        stream=_stream("permuted-digits", 10),
+        network=_network("mlp"),
+        recipe=_DIGITS_RECIPE,
+        hyperparameters={
+            "ewc": {"ewc_lambda": 1000},
+            "si": {"si_lambda": 1000},
+            "lwf": {"alpha": 1},
+            "agem": {"patterns_per_experience": 20},
+            "er": {"mem_size": 200},
+            "sgp": {"alpha": 10},
+            "trgp": {"trust_threshold": 0.5},
+            "gpcns": {"alpha": 25},
+            "nscl": {"a": 1},
+            "owm": {"alpha": 100},
         },
     ),
 )
-"""Strengths were chosen on the validation streams by ``experiments/tune.py``."""
+"""Hyperparameters were chosen on the validation streams by ``experiments/tune.py``."""
 
-UNTUNED = {"ewc": 1000, "si": 100, "lwf": 1, "agem": 20, "er": 200, "owm": 1}
-"""Of methods for which the paper has no setting: a place to start from, not chosen on these benchmarks."""
+UNTUNED: dict[str, Options] = {
+    "ewc": {"ewc_lambda": 1000},
+    "si": {"si_lambda": 100},
+    "lwf": {"alpha": 1},
+    "agem": {"patterns_per_experience": 20},
+    "er": {"mem_size": 200},
+    "owm": {"alpha": 1},
+}
+"""Untuned defaults for methods that the paper has no hyperparameters for."""
 
 # -------------------------------------------------------------------------------------------------------- GPM family
 
-Column = tuple[Recipe, Mapping[str, Any]]
-"""Of the paper's table of hyperparameters: how a method is trained, and the options of its plugin."""
+Column = tuple[Recipe, Options]
+"""A column of the paper's table of hyperparameters: how a method is trained, and the options of its plugin."""
 
-_TRUST: dict[str, Any] = {"trust_threshold": 0.5, "top_k": 2}
+_TRUST: Options = {"trust_threshold": 0.5, "top_k": 2}
 
 _SLOW = Recipe(learning_rate=0.01, batch_size=64, epochs=200, patience=6, factor=2, lr_min=1e-5)
 _FAST = replace(_SLOW, learning_rate=0.05, lr_min=5e-5)
-_HELD: dict[str, Any] = {"threshold": 0.97, "increment": 0.003}
+_HELD: Options = {"threshold": 0.97, "increment": 0.003}
 _CIFAR: dict[str, Column] = {
     "gpm": (_SLOW, _HELD),
     "trgp": (_SLOW, {**_HELD, **_TRUST}),
@@ -101,120 +172,64 @@ _FIVE: dict[str, Column] = {  # alpha of SGP is published nowhere: it is that of
 }
 
 
-def _superclass_in_turn(seed: int, **options: Any) -> Any:
-    """The published orders, one with each seed."""
-    return cifar100_superclass(seed % len(SUPERCLASS_ORDERS), seed, **options)
-
-
-def _five_in_turn(seed: int, **options: Any) -> Any:
-    """The order of the GPM paper with seed 0, a random one with each other seed: the paper does not tell its orders."""
-    order = np.arange(5) if seed == 0 else np.random.RandomState(seed).permutation(5)
-    return five_datasets([list(MEMBERS)[k] for k in order], seed, **options)
-
-
-def _gpm_family(columns: Mapping[str, Column], **preset: Any) -> BenchmarkPreset:
-    return BenchmarkPreset(
+def _gpm_family(name: str, stream: Stream, network: Network, columns: Mapping[str, Column]) -> Benchmark:
+    return Benchmark(
+        name=name,
+        stream=stream,
+        network=network,
         recipe=columns["gpm"][0],
         recipes={method: recipe for method, (recipe, _) in columns.items()},
-        strengths={**UNTUNED, **{method: options for method, (_, options) in columns.items()}},
-        **preset,
+        hyperparameters={**UNTUNED, **{method: options for method, (_, options) in columns.items()}},
+        untuned=frozenset(UNTUNED),
     )
 
 
 GPM_FAMILY = (
-    _gpm_family(
-        _CIFAR,
-        name="10-split-cifar100",
-        stream=partial(split_cifar100, 10),
-        n_tasks=10,
-        model=AlexNet,
-        data=(CIFAR_100,),
-    ),
-    _gpm_family(
-        _CIFAR,
-        name="20-split-cifar100",
-        stream=partial(split_cifar100, 20),
-        n_tasks=20,
-        model=AlexNet,
-        data=(CIFAR_100,),
-    ),
-    _gpm_family(
-        _MINI,
-        name="20-split-miniimagenet",
-        stream=partial(split_miniimagenet, 20),
-        n_tasks=20,
-        model=ReducedResNet18,
-        data=(MINI_IMAGENET,),
-    ),
-    _gpm_family(
-        _FIVE,
-        name="5-datasets",
-        stream=_five_in_turn,
-        n_tasks=5,
-        model=partial(ReducedResNet18, 32),
-        data=tuple(member.source for member in MEMBERS.values()),
-    ),
-    _gpm_family(
-        _SUPERCLASS,
-        name="cifar100-superclass",
-        stream=_superclass_in_turn,
-        n_tasks=20,
-        model=LeNet,
-        data=(CIFAR_100,),
-    ),
+    _gpm_family("10-split-cifar100", _stream("split-cifar100", 10), _network("alexnet"), _CIFAR),
+    _gpm_family("20-split-cifar100", _stream("split-cifar100", 20), _network("alexnet"), _CIFAR),
+    _gpm_family("20-split-miniimagenet", _stream("split-miniimagenet", 20), _network("reduced-resnet18"), _MINI),
+    _gpm_family("5-datasets", _stream("five-datasets-in-turn", 5), _network("reduced-resnet18", image_size=32), _FIVE),
+    _gpm_family("cifar100-superclass", _stream("cifar100-superclass-in-turn", 20), _network("lenet"), _SUPERCLASS),
 )
 
 # ------------------------------------------------------------------------------------------------------- NSCL family
 
 
-def _nscl_family(name: str, stream: Any, data: Source, n_tasks: int, batch_size: int, a: float) -> BenchmarkPreset:
-    return BenchmarkPreset(
+def _nscl_family(name: str, stream: str, n_tasks: int, batch_size: int, a: float) -> Benchmark:
+    return Benchmark(
         name=name,
-        stream=partial(stream, n_tasks, protocol="nscl"),
-        n_tasks=n_tasks,
-        model=PreActResNet18,
+        stream=_stream(stream, n_tasks, protocol="nscl"),
+        network=_network("preact-resnet18"),
         recipe=NSCLRecipe(batch_size),
-        strengths={**UNTUNED, "nscl": {"a": a, "coefficient": 100, "reference": True}},
-        data=(data,),
+        hyperparameters={**UNTUNED, "nscl": {"a": a, "coefficient": 100, "reference": True}},
+        untuned=frozenset(UNTUNED),
     )
 
 
 NSCL_FAMILY = (
-    _nscl_family("10-split-cifar100-nscl", split_cifar100, CIFAR_100, n_tasks=10, batch_size=32, a=10),
-    _nscl_family("20-split-cifar100-nscl", split_cifar100, CIFAR_100, n_tasks=20, batch_size=16, a=30),
-    _nscl_family("25-split-tinyimagenet", split_tinyimagenet, TINY_IMAGENET, n_tasks=25, batch_size=16, a=10),
+    _nscl_family("10-split-cifar100-nscl", "split-cifar100", n_tasks=10, batch_size=32, a=10),
+    _nscl_family("20-split-cifar100-nscl", "split-cifar100", n_tasks=20, batch_size=16, a=30),
+    _nscl_family("25-split-tinyimagenet", "split-tinyimagenet", n_tasks=25, batch_size=16, a=10),
 )
 
 # ------------------------------------------------------------------------------------------------------ small machine
 
-
-def _fast_alexnet() -> AlexNet:
-    network: AlexNet = AlexNet().to(memory_format=torch.channels_last)  # a tenth faster on a CPU
-    return network
-
-
-SMALL = BenchmarkPreset(
+SMALL = Benchmark(
     name="10-split-cifar100-cpu",
-    stream=partial(split_cifar100, 10),
-    n_tasks=10,
-    model=_fast_alexnet,
+    stream=_stream("split-cifar100", 10),
+    network=_network("alexnet", channels_last=True),
     recipe=Recipe(learning_rate=0.05, batch_size=64, epochs=40, patience=2, factor=3, lr_min=0.005),
-    strengths={**UNTUNED, "ewc": 100},
-    data=(CIFAR_100,),
+    hyperparameters={**UNTUNED, "ewc": {"ewc_lambda": 100}},
+    untuned=frozenset(UNTUNED) - {"ewc"},
 )
-"""CIFAR-100 with a recipe that settles within some 15 epochs a stage."""
+"""CIFAR-100 with a recipe that reaches its plateau within some 15 epochs per stage."""
 
-BENCHMARKS = {preset.name: preset for preset in (*EMBEDDED, *GPM_FAMILY, *NSCL_FAMILY, SMALL)}
-
-SOURCES = tuple(dict.fromkeys(source for preset in BENCHMARKS.values() for source in preset.data))
-"""All data sets that a benchmark needs on disk."""
+BENCHMARKS = {benchmark.name: benchmark for benchmark in (*EMBEDDED, *GPM_FAMILY, *NSCL_FAMILY, SMALL)}
 
 
-def untuned(preset: BenchmarkPreset) -> set[str]:
-    """The methods whose strength on this benchmark is but a place to start from."""
-    return {name for name in UNTUNED if preset.data and preset.strengths.get(name) == UNTUNED[name]}
-
-
-def find_benchmark(name: str) -> BenchmarkPreset:
-    """The benchmark called ``name``; a ValueError with the nearest name if there is none."""
-    return look_up("benchmark", name, BENCHMARKS)
+def find_benchmark(name: str) -> Benchmark:
+    """The benchmark called ``name``; raises a SpecError with the nearest name if there is none."""
+    try:
+        return look_up("benchmark", name, BENCHMARKS)
+    except ValueError as error:
+        raise SpecError(str(error)) from None

@@ -1,44 +1,67 @@
-"""Presets and data sets as text."""
+"""Benchmarks and data sets as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from became_avalanche.benchmarks.cifar import CIFAR_100
 from became_avalanche.benchmarks.files import Source
-from became_avalanche.runs.catalogue import untuned
-from became_avalanche.runs.presets import BenchmarkPreset
+from became_avalanche.benchmarks.five import MEMBERS
+from became_avalanche.benchmarks.imagenet import MINI_IMAGENET, TINY_IMAGENET
+from became_avalanche.runs.catalogue import Benchmark
+from became_avalanche.runs.components import NETWORKS, find
+
+_FIVE = tuple(member.source for member in MEMBERS.values())
+SOURCES: dict[str, tuple[Source, ...]] = {
+    "split-cifar100": (CIFAR_100,),
+    "split-miniimagenet": (MINI_IMAGENET,),
+    "five-datasets": _FIVE,
+    "five-datasets-in-turn": _FIVE,
+    "cifar100-superclass": (CIFAR_100,),
+    "cifar100-superclass-in-turn": (CIFAR_100,),
+    "split-tinyimagenet": (TINY_IMAGENET,),
+}
+"""The data sets that a stream reads from disk."""
 
 
-def list_presets(presets: Iterable[BenchmarkPreset]) -> str:
-    """A line per preset."""
+def all_sources() -> list[Source]:
+    """All data sets that a benchmark reads from disk."""
+    return list(dict.fromkeys(source for sources in SOURCES.values() for source in sources))
+
+
+def list_benchmarks(benchmarks: Iterable[Benchmark]) -> str:
+    """A line per benchmark."""
     lines = [f"{'benchmark':24} {'tasks':>5}  {'network':16} data"]
-    for preset in presets:
-        data = ", ".join(source.name for source in preset.data) or "embedded"
-        lines.append(f"{preset.name:24} {preset.n_tasks:5}  {_network(preset):16} {data}")
+    for benchmark in benchmarks:
+        lines.append(f"{benchmark.name:24} {benchmark.stream.n_tasks:5}  {_network(benchmark):16} {_data(benchmark)}")
     return "\n".join(lines)
 
 
-def show_preset(preset: BenchmarkPreset) -> str:
-    """All settings of a preset."""
-    data = ", ".join(source.name for source in preset.data) or "embedded"
-    lines = [preset.name, f"  {preset.n_tasks} tasks of {data}, {_network(preset)}", f"  {_stream(preset)}", ""]
-    recipes = {**preset.recipes, "others" if preset.recipes else "all": preset.recipe}
-    lines += ["training", *(f"  {method}: {_values(asdict(recipe))}" for method, recipe in recipes.items())]
+def show_benchmark(benchmark: Benchmark) -> str:
+    """All settings of a benchmark."""
+    stream = benchmark.stream
+    options = "".join(f", {name}={value!r}" for name, value in stream.options.items())
+    lines = [
+        benchmark.name,
+        f"  {stream.n_tasks} tasks of {_data(benchmark)}, {_network(benchmark)}",
+        f"  {stream.function().__name__}(n_tasks={stream.n_tasks}{options})",
+        "",
+        "training",
+    ]
+    recipes = {**benchmark.recipes, "others" if benchmark.recipes else "all": benchmark.recipe}
+    for method, recipe in recipes.items():
+        lines.append(f"  {method}: {_values({k: v for k, v in asdict(recipe).items() if k != 'kind'})}")
     lines += ["", "methods"]
-    for method, strength in preset.strengths.items():
-        values = _values(strength) if isinstance(strength, Mapping) else f"{strength:g}"
-        lines.append(
-            f"  {method}: {values}" + (" (not chosen for this benchmark)" if method in untuned(preset) else "")
-        )
+    for method, values in benchmark.hyperparameters.items():
+        lines.append(f"  {method}: {_values(values)}" + " (untuned default)" * (method in benchmark.untuned))
     return "\n".join(lines)
 
 
 def describe_source(source: Source, root: Path) -> str:
-    """Whether a data set is there and whole, where, how large, and what to do if it is not."""
+    """Whether a data set is complete, where it is, how large it is, and what to do if it is missing or corrupt."""
     place = source.place(root)
     if place is None:
         can = "is downloaded when it is needed, or " if source.download else ""
@@ -51,16 +74,12 @@ def describe_source(source: Source, root: Path) -> str:
     return f"{source.name}: found\n  {place}, {size / 1e6:.0f} MB, {images} training images"
 
 
-def _stream(preset: BenchmarkPreset) -> str:
-    """The call that makes it, but for seed and place."""
-    call = preset.stream if isinstance(preset.stream, partial) else partial(preset.stream)
-    arguments = [*map(repr, call.args), *(f"{name}={value!r}" for name, value in call.keywords.items())]
-    return f"{call.func.__name__}({', '.join(arguments)})"
+def _data(benchmark: Benchmark) -> str:
+    return ", ".join(source.name for source in SOURCES.get(benchmark.stream.name, ())) or "embedded"
 
 
-def _network(preset: BenchmarkPreset) -> str:
-    model: Any = preset.model.func if isinstance(preset.model, partial) else preset.model
-    return type(preset.model()).__name__ if not isinstance(model, type) else model.__name__
+def _network(benchmark: Benchmark) -> str:
+    return find("network", benchmark.network.name, NETWORKS).__name__
 
 
 def _values(options: Mapping[str, Any]) -> str:

@@ -1,35 +1,64 @@
-"""What a person sees while a comparison runs."""
+"""What a person sees while runs train."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Literal
 
-from avalanche.training.plugins import SupervisedPlugin
-from avalanche.training.templates import SupervisedTemplate
 from tqdm import tqdm
 
-from became_avalanche.runs.compare import Comparison
-from became_avalanche.runs.methods import JOINT, is_staged
-from became_avalanche.runs.train import RunResult
+from became_avalanche.results.metrics import METRICS, Metric
+from became_avalanche.results.record import Record
+from became_avalanche.runs.spec import RunSpec
 
 
-class Progress(SupervisedPlugin):
-    """One calm line on a terminal: method, seed, task, stage, epoch and time left. Elsewhere, one line per run."""
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run."""
 
-    def __init__(self, comparison: Comparison) -> None:
-        super().__init__()
-        self.comparison = comparison
+    key: str
+    kind: Literal["epoch", "stage", "resumed"]
+    task: int
+    """Counted from 1; for ``resumed``, the number of finished tasks."""
+    stage: int = 1
+    epoch: int = 0
+    """Epochs of the stage so far."""
+    accuracy: float | None = None
+    """Mean test accuracy over the tasks seen, at the end of the last stage of a task."""
+    seconds: float = 0.0
+
+
+Report = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Report nothing."""
+
+
+class Progress:
+    """Shows the progress of many runs.
+
+    On a terminal there is one live line. Elsewhere there is one plain line per task and stage. Events of all workers
+    come to this one object, so lines never mix.
+    """
+
+    def __init__(self, specs: dict[str, RunSpec], done: int = 0) -> None:
+        """Init.
+
+        :param specs: the runs to come, by key.
+        :param done: how many runs are finished already.
+        """
+        self.specs = specs
         self._start = perf_counter()
-        self._where = ""
-        self._task = self._stage = self._epoch = 0
-        self._kept = len(comparison.runs)
-        done = sum(self._stages(run.method) for run in comparison.runs)
-        total = sum(self._stages(method) for method in comparison.methods) * comparison.seeds
+        self._total, self._done = len(specs) + done, done
+        self._stages = dict.fromkeys(specs, 0)
+        self._of = {key: _stages(spec) for key, spec in specs.items()}
+        self._skipped = 0
         self._bar = tqdm(
-            initial=done,
-            total=total,
+            total=sum(self._of.values()),
             disable=not sys.stderr.isatty(),
             bar_format="{desc}  {bar:20}  {percentage:3.0f} %, {remaining} left",
             dynamic_ncols=True,
@@ -42,46 +71,66 @@ class Progress(SupervisedPlugin):
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
-    def begin(self, method: str, seed: int) -> None:
-        """A run starts."""
-        self._where = f"{method}, seed {seed}"
-        self._task = 0
+    def __call__(self, event: Event) -> None:
+        """Take in an event."""
+        spec = self.specs[event.key]
+        who = f"{spec.method.label or spec.method.name}, seed {spec.seed}"
+        if event.kind == "resumed":
+            finished = 1 + (event.task - 1) * spec.method.n_stages if event.task else 0
+            self._advance(event.key, finished)
+            self._skipped += finished
+            self._print(f"{who}: resumed after task {event.task} of {spec.n_tasks}")
+            return
+        where = f"{who}, task {event.task} of {spec.n_trainings}, stage {event.stage}"
+        if event.kind == "epoch":
+            self._bar.set_description_str(f"{where}, epoch {event.epoch}")
+            return
+        self._advance(event.key, 1)
+        accuracy = "" if event.accuracy is None else f", accuracy {100 * event.accuracy:.2f} %"
+        epochs = f"{event.epoch} epoch{'s' * (event.epoch != 1)}"
+        self._print(f"{where}: {epochs}{accuracy}, {event.seconds:.1f} s ({self._left()})")
 
-    def end(self, run: RunResult) -> None:
-        """A run has ended with a result, which is not yet among those of the comparison."""
-        done, total = len(self.comparison.runs) + 1, len(self.comparison.methods) * self.comparison.seeds
-        left = (perf_counter() - self._start) * (total - done) / (done - self._kept)
-        bwt = "" if run.bwt is None else f", BWT {100 * run.bwt:+.2f} %"
+    def finished(self, key: str, record: Record | None, problem: str | None) -> None:
+        """A run has ended: with a record, or with a problem."""
+        spec = self.specs[key]
+        self._done += 1
+        self._advance(key, self._of[key] - self._stages[key])
+        who = f"{spec.method.label or spec.method.name}, seed {spec.seed}"
+        count = f"({self._done} of {self._total} runs)"
+        if record is None or record.status != "done":
+            reason = problem or (record.error or "").strip().splitlines()[-1] if record else problem
+            self._print(f"{who}: {record.status if record else 'not run'}: {reason} {count}", always=True)
+            return
+        values = [f"{metric.heading.split()[0]} {100 * value:.2f} %" for metric, value in _values(record)]
+        self._print(f"{who}: done, {', '.join(values)} {count}")
+
+    def _advance(self, key: str, stages: int) -> None:
+        self._stages[key] += stages
+        self._bar.update(stages)
+
+    def _left(self) -> str:
+        finished, total = sum(self._stages.values()), sum(self._of.values())
+        seconds = (perf_counter() - self._start) * (total - finished) / max(1, finished - self._skipped)
+        return f"about {duration(seconds)} left"
+
+    def _print(self, line: str, always: bool = False) -> None:
         if self._bar.disable:
-            print(
-                f"{self._where}: ACC {100 * run.acc:.2f} %{bwt}, {run.total_epochs} epochs, {run.seconds:.1f} s "
-                f"({done} of {total} runs, about {_duration(left)} left)",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._task += 1
-        self._stage, self._epoch = 1, 0
-
-    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """A further stage of the same task."""
-        if stage > 1:
-            self._stage, self._epoch = stage, 0
-            self._bar.update()
-
-    def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._epoch += 1
-        task = f"task {self._task} of {self.comparison.preset.n_tasks}"
-        self._bar.set_description_str(f"{self._where}, {task}, stage {self._stage}, epoch {self._epoch}")
-
-    def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._bar.update()
-
-    def _stages(self, method: str) -> int:
-        tasks = self.comparison.preset.n_tasks
-        return 1 if method == JOINT else 2 * tasks - 1 if is_staged(method) else tasks
+            print(line, file=sys.stderr, flush=True)
+        elif always:
+            self._bar.write(line, file=sys.stderr)
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+def _values(record: Record) -> list[tuple[Metric, float]]:
+    pairs = [(METRICS[name], METRICS[name].of(record)) for name in ("acc", "bwt")]
+    return [(metric, value) for metric, value in pairs if value is not None]
+
+
+def _stages(spec: RunSpec) -> int:
+    return 1 + (spec.n_trainings - 1) * spec.method.n_stages
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -11,6 +11,7 @@ from scipy.io import savemat
 
 from became_avalanche import five_datasets
 from became_avalanche.benchmarks import five
+from became_avalanche.benchmarks.files import forget_loaded
 from tests.helpers import batch_of, half, harmed
 
 SMALL = {"cifar10": (500, 100), "mnist": (600, 100), "svhn": (740, 260)}
@@ -218,7 +219,7 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
     ],
 )
 def test_half_a_data_set_is_refused(root, tmp_path, name, file, content, message):
-    forget()
+    forget_loaded()
     with harmed(root / file, tmp_path / "aside", content), pytest.raises(ValueError, match=message):
         five_datasets([name], dataset_root=root)
 
@@ -229,11 +230,6 @@ def test_letters_that_were_not_all_unpacked(tmp_path):
         path.unlink()
     with pytest.raises(ValueError, match="10 classes of 10 to 20 images"):
         five_datasets(["notmnist"], dataset_root=tmp_path)
-
-
-def forget():
-    for load in (five._cifar10, five._mnist, five._svhn, five._notmnist):
-        load.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from PIL import Image
 
 from became_avalanche import split_miniimagenet, split_tinyimagenet
 from became_avalanche.benchmarks import imagenet
+from became_avalanche.benchmarks.files import forget_loaded
 from tests.helpers import batch_of, half, harmed
 
 
@@ -97,10 +98,10 @@ def test_validation_images_in_a_folder_for_each_class(tiny, tmp_path):
 
 def test_grey_images_become_coloured(tiny, tmp_path):
     save(tmp_path / "grey.JPEG", 77, 0, 64, "L")
-    imagenet._tiny.cache_clear()
+    forget_loaded()
     with harmed(tiny / IMAGE, tmp_path / "aside", (tmp_path / "grey.JPEG").read_bytes()):
         pixels, _ = bytes_of(split_tinyimagenet(200, dataset_root=tiny, protocol="nscl").train_stream[5])
-    imagenet._tiny.cache_clear()
+    forget_loaded()
     assert len(pixels) == 5
     assert (pixels[:, :, 5, 5] == 77).all(1).sum() == 1
 
@@ -121,7 +122,7 @@ def test_grey_images_become_coloured(tiny, tmp_path):
     ],
 )
 def test_half_a_tiny_imagenet_is_refused(tiny, tmp_path, file, content, message):
-    imagenet._tiny.cache_clear()
+    forget_loaded()
     with (
         harmed(tiny / "tiny-imagenet-200" / file, tmp_path / "aside", content),
         pytest.raises(ValueError, match=message),
@@ -262,7 +263,7 @@ def mini(tmp_path_factory):
     ],
 )
 def test_half_a_mini_imagenet_is_refused(mini, tmp_path, file, content, message):
-    imagenet._mini.cache_clear()
+    forget_loaded()
     form, _, name = file.partition("/")
     with (
         harmed(mini / form / "miniimagenet" / name, tmp_path / "aside", content),
@@ -272,7 +273,7 @@ def test_half_a_mini_imagenet_is_refused(mini, tmp_path, file, content, message)
 
 
 def test_folders_with_too_few_images(mini, tmp_path):
-    imagenet._mini.cache_clear()
+    forget_loaded()
     with pytest.raises(ValueError, match="its classes have 8 images, not 600"):
         split_miniimagenet(dataset_root=mini / "folders")
     (tmp_path / "miniimagenet").mkdir()

@@ -1,0 +1,37 @@
+"""Streams whose order of tasks changes with the seed, as in the paper's tables."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import numpy as np
+from avalanche.benchmarks.scenarios import GenericCLScenario
+
+from became_avalanche.benchmarks.cifar import SUPERCLASS_ORDERS, cifar100_superclass
+from became_avalanche.benchmarks.five import MEMBERS, five_datasets
+
+
+def cifar100_superclass_in_turn(
+    seed: int = 0, *, dataset_root: str | PathLike[str], **options: Any
+) -> GenericCLScenario:
+    """CIFAR-100 by superclass in one of the five published orders, another one with each seed.
+
+    :param seed: the order is ``seed`` modulo 5; also which images are kept for validation.
+    :param dataset_root: folder of data sets.
+    :param options: those of ``cifar100_superclass``.
+    """
+    return cifar100_superclass(seed % len(SUPERCLASS_ORDERS), seed, dataset_root=dataset_root, **options)
+
+
+def five_datasets_in_turn(seed: int = 0, *, dataset_root: str | PathLike[str], **options: Any) -> GenericCLScenario:
+    """The 5-Datasets in the order of the GPM paper with seed 0, in a random order with each other seed.
+
+    The paper does not say which orders it uses.
+
+    :param seed: the order; also which images are kept for validation.
+    :param dataset_root: folder of data sets.
+    :param options: those of ``five_datasets``.
+    """
+    order = np.arange(5) if seed == 0 else np.random.RandomState(seed).permutation(5)
+    return five_datasets([list(MEMBERS)[k] for k in order], seed, dataset_root=dataset_root, **options)

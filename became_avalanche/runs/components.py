@@ -1,0 +1,104 @@
+"""Components by name: a specification names its stream, network and plugins, and this module finds them.
+
+A name is either registered or the import path of a user's own, ``package.module:name``. Both are plain text, so a
+specification can be written to a file and sent to another process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from became_avalanche.files import suggestion
+
+STREAMS: dict[str, str] = {
+    "split-digits": "became_avalanche.benchmarks.digits:split_digits",
+    "permuted-digits": "became_avalanche.benchmarks.digits:permuted_digits",
+    "split-cifar100": "became_avalanche.benchmarks.cifar:split_cifar100",
+    "cifar100-superclass": "became_avalanche.benchmarks.cifar:cifar100_superclass",
+    "cifar100-superclass-in-turn": "became_avalanche.benchmarks.orders:cifar100_superclass_in_turn",
+    "split-tinyimagenet": "became_avalanche.benchmarks.imagenet:split_tinyimagenet",
+    "split-miniimagenet": "became_avalanche.benchmarks.imagenet:split_miniimagenet",
+    "five-datasets": "became_avalanche.benchmarks.five:five_datasets",
+    "five-datasets-in-turn": "became_avalanche.benchmarks.orders:five_datasets_in_turn",
+}
+"""Functions of a seed that return an Avalanche benchmark with ``train``, ``test`` and usually ``valid`` streams. A
+stream that reads files has the parameters ``dataset_root`` and ``device``, too."""
+
+NETWORKS: dict[str, str] = {
+    "mlp": "became_avalanche.models.mlp:MultiHeadMLP",
+    "alexnet": "became_avalanche.models.alexnet:AlexNet",
+    "lenet": "became_avalanche.models.lenet:LeNet",
+    "reduced-resnet18": "became_avalanche.models.resnet:ReducedResNet18",
+    "preact-resnet18": "became_avalanche.models.preact_resnet:PreActResNet18",
+}
+
+
+def find(kind: str, name: str, registry: Mapping[str, str]) -> Callable[..., Any]:
+    """The component called ``name``; raises a ValueError that says what to write instead if there is none."""
+    path = registry.get(name, name)
+    if ":" not in path:
+        raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, registry)}, or give an import path module:name")
+    module, _, attribute = path.partition(":")
+    try:
+        component: Any = import_module(module)
+        for part in attribute.split("."):
+            component = getattr(component, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import the {kind} {name!r}: {error}") from error
+    if not callable(component):
+        raise ValueError(f"the {kind} {name!r} is not a function or class")
+    found: Callable[..., Any] = component
+    return found
+
+
+def import_path(component: Any) -> Any:
+    """The import path of a function or class, so that Python code may pass it itself; anything else unchanged."""
+    if not callable(component):
+        return component
+    name = getattr(component, "__qualname__", "<no name>")
+    if "<" in name or component.__module__ == "__main__":
+        raise ValueError(
+            f"{component.__module__}.{name} cannot be imported by another process; define it at the top level of a "
+            "module"
+        )
+    return f"{component.__module__}:{name}"
+
+
+def options_of(component: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The options that a function or class takes, by name; a class that passes ``**options`` on takes its parents'."""
+    options: dict[str, inspect.Parameter] = {}
+    makers: list[Any] = [component]
+    if inspect.isclass(component):
+        makers = [vars(parent)["__init__"] for parent in inspect.getmro(component) if "__init__" in vars(parent)]
+    for make in makers:
+        parameters = inspect.signature(make).parameters.values()
+        for parameter in parameters:
+            if parameter.name != "self" and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                options.setdefault(parameter.name, parameter)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return options
+
+
+def check_options(what: str, component: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless the component takes all of ``options`` and gets all that it requires."""
+    known = options_of(component)
+    takes_any = not inspect.isclass(component) and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(component).parameters.values()
+    )
+    for name, value in options.items():
+        if name not in known and not takes_any:
+            raise ValueError(f"{what} has no option {name!r} (given {value!r}); {suggestion(name, known)}")
+
+
+def with_defaults(component: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options``, completed with the defaults of the component that can be written down."""
+    defaults = {
+        name: list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+        for name, parameter in options_of(component).items()
+        if isinstance(parameter.default, bool | int | float | str | tuple | None)
+    }
+    return {**defaults, **options}

@@ -1,0 +1,209 @@
+"""Many runs: which are wanted, which are missing, and what is known about them."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+from annotated_types import Ge, MinLen
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from became_avalanche.results.metrics import METRICS
+from became_avalanche.results.record import Record, RecordError
+from became_avalanche.runs.catalogue import find_benchmark
+from became_avalanche.runs.method import Method, Options
+from became_avalanche.runs.spec import RunSpec, SpecError, validated
+from became_avalanche.runs.store import Store
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class StudyMethod(BaseModel):
+    """A method of a study that is more than a name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    label: str | None = None
+    options: Options = {}
+    """Options of the plugin, before those of the benchmark."""
+    merge: dict[str, Any] = {}
+    """``plugin`` and ``options`` of the merge."""
+
+    def method(self) -> Method:
+        """The method itself."""
+        if self.merge and "+" not in self.name:
+            raise SpecError(f"{self.name} has no merge, but merge options; name it {self.name}+<rule>")
+        fields = {"merge": self.merge} if self.merge else {}
+        return Method.parse(self.name, self.options, label=self.label, **fields)
+
+
+class Study(BaseModel):
+    """Methods × benchmarks × seeds, with one budget."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "study"
+    benchmarks: Annotated[list[str], MinLen(1)]
+    methods: Annotated[list[str | StudyMethod], MinLen(1)]
+    seeds: list[Annotated[int, Ge(0)]] = [0]
+    """A list, or the number of seeds from 0 on."""
+    n_tasks: Annotated[int, Ge(1)] | None = None
+    max_epochs: Annotated[int, Ge(1)] | None = None
+    device: str = "cpu"
+    threads: Annotated[int, Ge(1)] = 1
+    eval_batch_size: Annotated[int, Ge(1)] = 64
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        return list(range(value)) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @classmethod
+    def read(cls, path: Path) -> Study:
+        """The study in a TOML file; its name is that of the file by default."""
+        try:
+            content = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise SpecError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, UnicodeDecodeError) as error:
+            raise SpecError(f"{path} is not a TOML file: {error}") from None
+        study: Study = validated(cls, {"name": path.stem, **content}, str(path))
+        return study
+
+    def specs(self) -> list[RunSpec]:
+        """The runs, without repetition, in the order in which they are to be trained.
+
+        Seeds come one after the other. Within a seed, a baseline, its control and its merges come first, so that gains
+        appear early.
+        """
+        methods = [self._method(entry) for entry in self.methods]
+        if not self.seeds:
+            raise SpecError("a study needs at least one seed")
+        settings: dict[str, Any] = self.model_dump(exclude={"name", "benchmarks", "methods", "seeds"})
+        specs = [
+            find_benchmark(name).spec(method, seed, **settings)
+            for seed in self.seeds
+            for name in self.benchmarks
+            for method in _pairs_first(methods)
+        ]
+        return list({spec.key(): spec for spec in specs}.values())
+
+    def labels(self) -> list[str]:
+        """The methods as tables call them, in the order of the study."""
+        return [method.label or method.name for method in map(self._method, self.methods)]
+
+    @staticmethod
+    def _method(entry: str | StudyMethod) -> Method:
+        try:
+            return (StudyMethod(name=entry) if isinstance(entry, str) else entry).method()
+        except SpecError:
+            raise
+        except ValueError as error:
+            raise SpecError(str(error)) from None
+
+
+def _pairs_first(methods: Sequence[Method]) -> list[Method]:
+    """The methods with a merge, each after its references, and then the others."""
+    by_name = {method.name: method for method in methods if method.label is None}
+    ordered: list[Method] = []
+    for method in methods:
+        if method.merge is not None:
+            references = (method.baseline, method.equal_training)
+            ordered += [by_name[other.name] for other in references if other is not None and other.name in by_name]
+            ordered.append(method)
+    return list({id(method): method for method in (*ordered, *methods)}.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- status
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What is known about a run of a study."""
+
+    spec: RunSpec
+    state: str
+    """done, diverged, failed, running, interrupted, missing, or unreadable."""
+    record: Record | None = None
+    note: str = ""
+
+
+def status_of(specs: Iterable[RunSpec], store: Store) -> list[RunStatus]:
+    """What is known about each run."""
+    return [_status(spec, store) for spec in specs]
+
+
+def _status(spec: RunSpec, store: Store) -> RunStatus:
+    folder = store.folder(spec)
+    try:
+        record = folder.record()
+    except RecordError as error:
+        return RunStatus(spec, "unreadable", None, str(error))
+    holder = folder.holder()
+    if holder is not None:
+        return RunStatus(spec, "running", record, f"{_progress(spec, record)}, by {holder}")
+    if record is None:
+        return RunStatus(spec, "interrupted" if folder.path.exists() else "missing", None, "")
+    if record.status == "running":
+        resumes = any(folder.path.glob("checkpoint-*.safetensors"))
+        how = f"resumes after task {len(record.tasks)}" if resumes else "restarts from the first task"
+        return RunStatus(spec, "interrupted", record, f"{_progress(spec, record)}, {how}")
+    note = (record.error or "").strip().splitlines()[-1:] or [""]
+    return RunStatus(spec, record.status, record, note[0])
+
+
+def _progress(spec: RunSpec, record: Record | None) -> str:
+    return f"{len(record.tasks) if record else 0} of {spec.n_trainings} tasks"
+
+
+def missing(statuses: Iterable[RunStatus]) -> list[RunSpec]:
+    """The runs that are to be trained: all that are not finished. A failed run is tried again."""
+    return [status.spec for status in statuses if status.state not in ("done", "diverged", "unreadable")]
+
+
+def estimate(specs: Sequence[RunSpec], finished: Iterable[Record]) -> dict[str, float | None]:
+    """Seconds that each run will take, by key, from finished runs.
+
+    The best guess is a run of the same method on the same benchmark with the same budget; otherwise one of the same
+    benchmark with the same number of trainings, otherwise None.
+    """
+    by_method: dict[Any, list[float]] = defaultdict(list)
+    by_size: dict[Any, list[float]] = defaultdict(list)
+    for record in finished:
+        seconds = _total_seconds(record)
+        if record.status == "done" and seconds:
+            budget = (record.benchmark, record.spec["n_tasks"], record.spec["max_epochs"])
+            by_method[(*budget, record.method)].append(seconds)
+            by_size[(*budget, len(record.tasks[-1].stages))].append(seconds)
+    guesses: dict[str, float | None] = {}
+    for spec in specs:
+        budget = (spec.benchmark, spec.n_tasks, spec.max_epochs)
+        known = by_method.get((*budget, spec.method.name)) or by_size.get((*budget, spec.method.n_stages))
+        guesses[spec.key()] = mean(known) if known else None
+    return guesses
+
+
+def _total_seconds(record: Record) -> float | None:
+    timed = [task.seconds for task in record.tasks if task.seconds is not None]
+    if len(timed) == len(record.tasks) and timed:
+        return sum(seconds.training + seconds.evaluation for seconds in timed)
+    return METRICS["seconds"].of(record)
+
+
+def records_of(specs: Iterable[RunSpec], store: Store) -> list[Record]:
+    """The records of these runs that can be read, with the labels of the specifications."""
+    found = []
+    for status in status_of(specs, store):
+        if status.record is not None:
+            method = status.spec.method
+            found.append(status.record.model_copy(update={"label": method.label or method.name}))
+    return found
