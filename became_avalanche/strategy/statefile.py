@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -94,8 +95,8 @@ def _with_checksum(data: bytes, old: str, new: str) -> bytes:
 def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
     """Plain values as they are; containers and tensors as JSON lists that begin with what they are."""
     if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous().clone())
-        return ["tensor", len(tensors) - 1]
+        tensors.append(value.detach().cpu().clone(memory_format=torch.contiguous_format))
+        return ["tensor", len(tensors) - 1, _strides(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -112,12 +113,31 @@ def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
     )
 
 
+def _strides(tensor: Tensor) -> list[int] | None:
+    """The strides of a tensor, since products round differently in another layout.
+
+    None if it is contiguous, or if its elements share memory, as after ``expand``.
+    """
+    if tensor.is_contiguous():
+        return None
+    span = 1  # of the dimensions so far, in elements
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return None
+            span += stride * (size - 1)
+    return list(tensor.stride())
+
+
 def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(value, list):
         return value
     tag, *items = value
     if tag == "tensor":
-        return tensors[str(items[0])]
+        tensor, strides = tensors[str(items[0])], items[1]
+        if strides is None:
+            return tensor.clone()  # in memory of its own
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
     if tag == "dict":
         return {key: _decoded(item, tensors) for key, item in items}
     decoded = [_decoded(item, tensors) for item in items]
