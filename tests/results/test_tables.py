@@ -157,6 +157,8 @@ def test_gains_are_paired_by_the_keys_of_the_references(records):
     assert gain.paired.gain.mean == pytest.approx(np.mean((accs("gpm+became") - accs("gpm"))[[0, 2]]))
     renamed = [r.model_copy(update={"label": "GPM"}) if r.label == "gpm" else r for r in records]
     assert [gain.over for gain in gains(renamed)] == ["GPM", "gpm-2x"]
+    pairs = [(gain.over, gain.paired.gain.n) for gain in gains(changed(records, "gpm.1", label="GPM"))]
+    assert pairs == [("gpm", 2), ("GPM", 1), ("gpm-2x", 3)]
     alone = [record for record in records if not record.label.startswith("gpm-") and record.label != "gpm"]
     assert gains(alone) == []
 
@@ -240,19 +242,18 @@ def test_labels_with_different_benchmarks_or_budgets_are_refused(changes, messag
 @pytest.mark.parametrize(
     ("limits", "recipe_epochs", "fair"),
     [
-        ((None, None), 20, True),
-        ((5, 5), 20, True),
-        ((5, None), 5, True),  # the specification has dropped a limit that its recipe does not reach
-        ((5, None), 6, False),
-        ((None, 5), 6, False),
-        ((5, 4), 20, False),
+        ((None, None), (20, 30), True),
+        ((5, 5), (20, 30), True),
+        ((5, None), (20, 5), True),  # the specification has dropped a limit that its recipe does not reach
+        ((5, None), (20, 6), False),
+        ((None, 5), (6, 20), False),
+        ((5, 4), (20, 5), False),
     ],
 )
 def test_labels_train_for_the_same_budget(limits, recipe_epochs, fair):
-    recipes = [{"name": "plateau", "epochs": recipe_epochs if limit is None else 20} for limit in limits]
     records = [
-        made_up(method, 0, spec=make_spec(method, 0, max_epochs=limit, recipe=recipe))
-        for method, limit, recipe in zip(("gpm", "sgp"), limits, recipes, strict=True)
+        made_up(method, 0, spec=make_spec(method, 0, max_epochs=limit, recipe={"epochs": epochs}))
+        for method, limit, epochs in zip(("gpm", "sgp"), limits, recipe_epochs, strict=True)
     ]
     if fair:
         assert len(table(records).rows) == 2
