@@ -9,6 +9,7 @@ from torch import nn
 from became_avalanche import (
     BecameMergePlugin,
     ConnectorPlugin,
+    DivergenceError,
     EqualTrainingPlugin,
     GPCNSPlugin,
     GPMPlugin,
@@ -284,6 +285,8 @@ def test_heads_outside_the_parameter_groups_are_explained():
 def test_divergence_is_an_error_that_writes_nothing(method, network):
     (plugin,) = PROJECTIONS[method]()
     benchmark = blobs(n_tasks=1) if network is mlp else blobs(n_tasks=1, shape=CONV_SHAPE)
-    with pytest.raises(ValueError, match=r"observed of features\.\d\.weight is not finite.*lower the learning rate"):
+    with pytest.raises(
+        DivergenceError, match=r"observed of features\.\d\.weight is not finite.*lower the learning rate"
+    ):
         trained([plugin], network, lambda parameters: torch.optim.SGD(parameters, lr=1e30), benchmark)
     assert plugin.memory == {}

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from became_avalanche import (
     BecameMergePlugin,
+    DivergenceError,
     Fisher,
     GPMPlugin,
     MergeRecord,
@@ -359,7 +360,7 @@ def test_divergence_is_an_error_that_keeps_the_sound_weights():
                 group["lr"] = float("inf")
 
     merge = BecameMergePlugin()
-    with pytest.raises(ValueError, match=r"task 2 is not finite, first in features\.0\.weight.*learning rate"):
+    with pytest.raises(DivergenceError, match=r"task 2 is not finite, first in features\.0\.weight.*learning rate"):
         stream_of([GPMPlugin(), merge, Spy(on_stage_start=diverge)], make_model=lambda: made.append(mlp()) or made[-1])
     assert_same_weights(starts[-1], weights(made[-1]))
     assert merge.t == 1

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from became_avalanche import BecameMergePlugin, EqualTrainingPlugin, GPMPlugin, PlateauPlugin, TrainingPlateauPlugin
+from became_avalanche import (
+    BecameMergePlugin,
+    DivergenceError,
+    EqualTrainingPlugin,
+    GPMPlugin,
+    PlateauPlugin,
+    TrainingPlateauPlugin,
+)
 from tests.helpers import Spy, assert_same_weights, blobs, mlp, naive, weights
 
 
@@ -249,5 +256,5 @@ def test_a_training_loss_that_is_not_a_number_is_an_error():
 
 def test_divergence_is_an_error():
     strategy = naive(mlp(), [Scripted([math.nan] * 5, 2, 2.0, 0.1)], train_epochs=5)
-    with pytest.raises(ValueError, match="diverged; lower the learning rate"):
+    with pytest.raises(DivergenceError, match="diverged; lower the learning rate"):
         strategy.train(blobs(n_tasks=1).train_stream)

@@ -110,8 +110,8 @@ def plugins(*makers):
 
 
 def sequential(optimizer):
-    first = LinearLR(optimizer, 0.5, total_iters=3)
-    return SequentialLR(optimizer, [first, MultiStepLR(optimizer, [1, 3])], [3])
+    first = LinearLR(optimizer, 0.5, total_iters=5)
+    return SequentialLR(optimizer, [first, MultiStepLR(optimizer, [0, 2])], [5])
 
 
 PROJECTIONS = {
