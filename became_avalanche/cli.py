@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from became_avalanche.runs.study import Study
 
 
+COMPARISON = "comparison"
+"""Name of the study that ``became compare`` makes. Its files have no prefix."""
+
 DATA = click.option(
     "--data", default="data", show_default=True, type=click.Path(path_type=Path), help="Folder of data sets."
 )
@@ -89,22 +92,23 @@ def compare(
     """
     _quiet()
     from became_avalanche.runs.method import COMPARED
+    from became_avalanche.runs.spec import validated
     from became_avalanche.runs.study import Study
 
-    names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())) if methods else COMPARED
+    names = COMPARED if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
         raise click.UsageError("--methods names no method")
-    study = Study(
-        name="comparison",
-        benchmarks=[benchmark],
-        methods=list(names),
-        seeds=list(range(seeds)),
-        n_tasks=tasks,
-        max_epochs=epochs,
-        device=device,
-        threads=threads,
-    )
-    _run_study(study, out, **options)
+    content = {
+        "name": COMPARISON,
+        "benchmarks": [benchmark],
+        "methods": list(names),
+        "seeds": seeds,
+        "n_tasks": tasks,
+        "max_epochs": epochs,
+        "device": device,
+        "threads": threads,
+    }
+    _run_study(validated(Study, content, ""), out, **options)
 
 
 @became.command()
@@ -138,7 +142,7 @@ def status(file: Path, out: Path) -> None:
     statuses = status_of(Study.read(file).specs(), Store(out))
     for status in statuses:
         spec = status.spec
-        name = f"{spec.benchmark}, {spec.method.label or spec.method.name}, seed {spec.seed}"
+        name = f"{spec.benchmark}, {spec.method.shown}, seed {spec.seed}"
         click.echo(f"{status.state:12} {name}" + (f": {status.note}" if status.note else ""))
     counts = Counter(status.state for status in statuses)
     click.echo(f"\n{len(statuses)} runs: " + ", ".join(f"{number} {state}" for state, number in counts.items()))
@@ -238,7 +242,7 @@ def _run_study(
     wanted = missing(statuses)
     if wanted:
         _check(wanted, data)
-    local = Local(data=data, keep=keep, wandb=wandb, group=None if study.name == "comparison" else study.name)
+    local = Local(data=data, keep=keep, wandb=wandb, group=None if study.name == COMPARISON else study.name)
     outcomes: list[Outcome] = []
     try:
         with Progress({spec.key(): spec for spec in wanted}, done=len(specs) - len(wanted)) as progress:
@@ -266,7 +270,7 @@ def _check(specs: Sequence[RunSpec], data: Path) -> None:
 
     for device in {spec.device for spec in specs}:
         _check_device(device)
-    for spec in {(spec.benchmark, spec.method.name, spec.method.label): spec for spec in specs}.values():
+    for spec in {(spec.benchmark, spec.method.shown): spec for spec in specs}.values():
         spec.check()
     for spec in {spec.stream.name: spec for spec in specs if spec.stream.reads_files}.values():
         open_stream(spec, data)
@@ -300,7 +304,7 @@ def _show_plan(study: Study, out: Path, workers: int | None) -> None:
     seconds = estimate(wanted, store.records())
     for spec in wanted:
         guess = seconds[spec.key()]
-        name = f"{spec.benchmark}, {spec.method.label or spec.method.name}, seed {spec.seed}"
+        name = f"{spec.benchmark}, {spec.method.shown}, seed {spec.seed}"
         click.echo(f"{name}: " + ("no estimate" if guess is None else f"about {duration(guess)}"))
     known = [value for value in seconds.values() if value is not None]
     total = f", about {duration(sum(known) / (workers or os.cpu_count() or 1))}" if known else ""
@@ -341,8 +345,10 @@ def _title(records: Sequence[Record]) -> str:
 def _warn_untuned(name: str, specs: Sequence[RunSpec]) -> None:
     from became_avalanche.runs.catalogue import find_benchmark
 
-    used = {spec.method.settings for spec in specs if spec.benchmark == name}
-    if names := sorted(find_benchmark(name).untuned & used):
+    benchmark = find_benchmark(name)
+    methods = [spec.method for spec in specs if spec.benchmark == name]
+    used = {method.settings for method in methods if method.options == benchmark.hyperparameters.get(method.settings)}
+    if names := sorted(benchmark.untuned & used):
         click.echo(f"\nHyperparameters that are untuned defaults on this benchmark: {', '.join(names)}")
 
 
@@ -352,7 +358,7 @@ def _write_files(study: Study, benchmark: str, records: Sequence[Record], csv: s
     from became_avalanche.files import write_atomically
     from became_avalanche.results.figures import comparison_figure
 
-    prefix = "" if study.name == "comparison" else f"{study.name}-"
+    prefix = "" if study.name == COMPARISON else f"{study.name}-"
     prefix += f"{benchmark}-" if len(study.benchmarks) > 1 else ""
     write_atomically(root / f"{prefix}table.csv", csv)
     picture = io.BytesIO()

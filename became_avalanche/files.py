@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -43,6 +45,24 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sealed_json(content: Mapping[str, Any]) -> str:
+    """JSON text with a checksum over its content, so that a later change of the file is noticed."""
+    sealed = {**content, "sha256": _checksum(content)}
+    return json.dumps(sealed, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``sealed_json`` was given; raises a ValueError if it has changed. Content without a checksum is accepted."""
+    bare = {name: value for name, value in content.items() if name != "sha256"}
+    if content.get("sha256", _checksum(bare)) != _checksum(bare):
+        raise ValueError("its content does not match its checksum")
+    return bare
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def look_up(kind: str, name: str, registry: Mapping[str, T]) -> T:
     """``registry[name]``; raises a ValueError with the nearest name, or all names, if there is none."""
     if name in registry:
@@ -50,8 +70,12 @@ def look_up(kind: str, name: str, registry: Mapping[str, T]) -> T:
     raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, registry)}")
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """What to write instead of an unknown name."""
-    names = list(names)
-    close = get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(names)}"
+def suggestion(name: str, names: Iterable[str], choices: str | None = None) -> str:
+    """What to write instead of an unknown name.
+
+    :param choices: what to say if no name is near; by default, all names.
+    """
+    by_lower_case = {known.lower(): known for known in names}
+    if close := get_close_matches(name.lower(), by_lower_case, n=1):
+        return f"did you mean {by_lower_case[close[0]]!r}?"
+    return choices or f"choose one of: {', '.join(by_lower_case.values())}"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from became_avalanche.files import look_up
-from became_avalanche.runs.method import Method, Options
+from became_avalanche.runs.components import Options
+from became_avalanche.runs.method import Method
 from became_avalanche.runs.recipes import NSCLRecipe, Recipe
 from became_avalanche.runs.spec import Network, RunSpec, SpecError, Stream, validated
 
@@ -63,7 +64,7 @@ class Benchmark:
             "max_epochs": max_epochs,
             **fields,
         }
-        spec: RunSpec = validated(RunSpec, content, f"{self.name}, {chosen.name}")
+        spec: RunSpec = validated(RunSpec, content, self.name)
         return spec
 
 

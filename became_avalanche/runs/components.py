@@ -7,11 +7,19 @@ specification can be written to a file and sent to another process.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from became_avalanche.files import suggestion
+
+
+class SpecError(ValueError):
+    """A specification that is wrong: which field, which value, and what is allowed."""
+
 
 STREAMS: dict[str, str] = {
     "split-digits": "became_avalanche.benchmarks.digits:split_digits",
@@ -36,20 +44,36 @@ NETWORKS: dict[str, str] = {
 }
 
 
+def _plain(value: Any) -> Any:
+    """The value with tuples as lists; raises a SpecError unless a file of JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise SpecError(f"an option is a finite number, a text, true or false, a list or a table; got {value!r}")
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Options of a component, by name: plain values."""
+
+
 def find(kind: str, name: str, registry: Mapping[str, str]) -> Callable[..., Any]:
-    """The component called ``name``; raises a ValueError that says what to write instead if there is none."""
+    """The component called ``name``; raises a SpecError that says what to write instead if there is none."""
     path = registry.get(name, name)
     if ":" not in path:
-        raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, registry)}, or give an import path module:name")
+        known = suggestion(name, registry) if registry else "give an import path, module:name"
+        raise SpecError(f"unknown {kind} {name!r}; {known}")
     module, _, attribute = path.partition(":")
     try:
         component: Any = import_module(module)
         for part in attribute.split("."):
             component = getattr(component, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import the {kind} {name!r}: {error}") from error
+        raise SpecError(f"cannot import the {kind} {name!r}: {error}") from error
     if not callable(component):
-        raise ValueError(f"the {kind} {name!r} is not a function or class")
+        raise SpecError(f"the {kind} {name!r} is not a function or class")
     found: Callable[..., Any] = component
     return found
 
@@ -60,7 +84,7 @@ def import_path(component: Any) -> Any:
         return component
     name = getattr(component, "__qualname__", "<no name>")
     if "<" in name or component.__module__ == "__main__":
-        raise ValueError(
+        raise SpecError(
             f"{component.__module__}.{name} cannot be imported by another process; define it at the top level of a "
             "module"
         )
@@ -84,21 +108,31 @@ def options_of(component: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def check_options(what: str, component: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless the component takes all of ``options`` and gets all that it requires."""
+    """Raise a SpecError unless the component takes all of ``options``."""
     known = options_of(component)
     takes_any = not inspect.isclass(component) and any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(component).parameters.values()
     )
     for name, value in options.items():
         if name not in known and not takes_any:
-            raise ValueError(f"{what} has no option {name!r} (given {value!r}); {suggestion(name, known)}")
+            known_names = suggestion(name, known) if known else "it has no options"
+            raise SpecError(f"{what} has no option {name!r} (given {value!r}); {known_names}")
 
 
 def with_defaults(component: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """``options``, completed with the defaults of the component that can be written down."""
-    defaults = {
+    return {**_defaults(component), **options}
+
+
+def without_defaults(component: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` without those that have the component's default."""
+    defaults = _defaults(component)
+    return {name: value for name, value in options.items() if name not in defaults or value != defaults[name]}
+
+
+def _defaults(component: Callable[..., Any]) -> dict[str, Any]:
+    return {
         name: list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         for name, parameter in options_of(component).items()
         if isinstance(parameter.default, bool | int | float | str | tuple | None)
     }
-    return {**defaults, **options}

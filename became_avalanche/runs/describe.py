@@ -12,7 +12,7 @@ from became_avalanche.benchmarks.files import Source
 from became_avalanche.benchmarks.five import MEMBERS
 from became_avalanche.benchmarks.imagenet import MINI_IMAGENET, TINY_IMAGENET
 from became_avalanche.runs.catalogue import Benchmark
-from became_avalanche.runs.components import NETWORKS, find
+from became_avalanche.runs.components import options_of
 
 _FIVE = tuple(member.source for member in MEMBERS.values())
 SOURCES: dict[str, tuple[Source, ...]] = {
@@ -43,11 +43,12 @@ def list_benchmarks(benchmarks: Iterable[Benchmark]) -> str:
 def show_benchmark(benchmark: Benchmark) -> str:
     """All settings of a benchmark."""
     stream = benchmark.stream
-    options = "".join(f", {name}={value!r}" for name, value in stream.options.items())
+    options = {"n_tasks": stream.n_tasks} if "n_tasks" in options_of(stream.function()) else {}
+    call = ", ".join(f"{name}={value!r}" for name, value in {**options, **stream.options}.items())
     lines = [
         benchmark.name,
         f"  {stream.n_tasks} tasks of {_data(benchmark)}, {_network(benchmark)}",
-        f"  {stream.function().__name__}(n_tasks={stream.n_tasks}{options})",
+        f"  {stream.function().__name__}({call})",
         "",
         "training",
     ]
@@ -79,7 +80,7 @@ def _data(benchmark: Benchmark) -> str:
 
 
 def _network(benchmark: Benchmark) -> str:
-    return find("network", benchmark.network.name, NETWORKS).__name__
+    return benchmark.network.function().__name__
 
 
 def _values(options: Mapping[str, Any]) -> str:

@@ -3,23 +3,34 @@
 A name is ``<base>``, ``<base>-2x`` or ``<base>+<rule>``: a method alone, with the equal-training control, or with the
 merge by a rule. ``finetune`` has no projection, so ``finetune+<rule>`` merges one free stage with the weights before.
 
-To add a method, add a line to ``BASES``; its ``-2x`` and ``+<rule>`` follow.
+The base may also be the import path of a plugin, ``package.module:name``, again alone or with ``-2x`` or ``+<rule>``:
+stage 1 trains with the plugin, and the merge suspends it in stage 2 if it is ``Suspendable``, as projections are.
+
+To add a method to the package, add a line to ``BASES``; its ``-2x`` and ``+<rule>`` follow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from became_avalanche.files import suggestion
-from became_avalanche.runs.components import check_options, find, import_path, with_defaults
+from became_avalanche.runs.components import (
+    Options,
+    SpecError,
+    check_options,
+    find,
+    import_path,
+    options_of,
+    with_defaults,
+    without_defaults,
+)
 
 if TYPE_CHECKING:
     from avalanche.training.plugins import SupervisedPlugin
-
-Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,27 +78,40 @@ MERGE_PLUGIN = "became_avalanche.plugins.merge:BecameMergePlugin"
 CONTROL_PLUGIN = "became_avalanche.plugins.control:EqualTrainingPlugin"
 
 
-class MergeOptions(BaseModel):
-    """The merge after a free second stage."""
+class MergeSettings(BaseModel):
+    """How to merge, apart from the rule, which is part of the method's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rule: str = "became"
     plugin: str = MERGE_PLUGIN
     """Import path of the merge plugin: ``BecameMergePlugin`` or a subclass."""
     options: Options = {}
-    """Further options of the plugin: ``fisher`` (a name, or a table of the options of ``Fisher``), ``epochs``, ..."""
+    """Options of the plugin: ``fisher`` (a name, or a table of the options of ``Fisher``) and ``epochs``."""
 
     @field_validator("plugin", mode="before")
     @classmethod
     def _path(cls, value: Any) -> Any:
         return import_path(value)
 
-    @model_validator(mode="after")
-    def _known_rule(self) -> MergeOptions:
-        if self.rule not in RULES:
-            raise ValueError(f"unknown rule {self.rule!r}; {suggestion(self.rule, RULES)}")
-        return self
+    @field_validator("options")
+    @classmethod
+    def _without_rule(cls, value: Options) -> Options:
+        if "rule" in value:
+            raise SpecError(f"the rule is part of the method's name: write +{value['rule']} there")
+        return value
+
+
+class Merge(MergeSettings):
+    """The merge after a free second stage."""
+
+    rule: str = "became"
+
+    @field_validator("rule")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in RULES:
+            raise SpecError(f"unknown rule {value!r}; {suggestion(value, RULES)}")
+        return value
 
 
 class Method(BaseModel):
@@ -101,8 +125,8 @@ class Method(BaseModel):
     """Options of the base's plugin."""
     control: bool = False
     """Whether each task has a second stage of equal training, without a merge."""
-    merge: MergeOptions | None = None
-    label: str | None = Field(default=None)
+    merge: Merge | None = None
+    label: str | None = None
     """How tables call it. Does not decide any number."""
 
     @field_validator("base", mode="before")
@@ -113,14 +137,11 @@ class Method(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Method:
         if self.base not in BASES and ":" not in self.base:
-            raise ValueError(
-                f"unknown method {self.base!r}; {suggestion(self.base, known_names())}, or give the import path of a "
-                "plugin, module:name"
-            )
+            raise _unknown(self.base)
         if self.control and self.merge:
-            raise ValueError(f"a method has either the control -2x or a merge; got both with {self.base!r}")
+            raise SpecError(f"{self.base} has either control = true or a merge; got both")
         if (self.control or self.merge) and not self._made_of.staged:
-            raise ValueError(f"{self.base!r} has no second stage; leave out -2x and +<rule>")
+            raise _without_second_stage(self.base)
         return self
 
     @classmethod
@@ -128,25 +149,35 @@ class Method(BaseModel):
         """The method called ``name``, such as ``gpm+became``.
 
         :param options: options of its plugin.
-        :param fields: further fields of a ``Method``.
+        :param fields: ``label``, and ``merge`` with the settings of its merge.
         """
         base, plus, rule = name.partition("+")
-        if (control := base.endswith("-2x")) and not plus:
-            base = base.removesuffix("-2x")
-            base = (BASES[base].settings or base) if base in BASES else base  # Connector's control is NSCL's
-        known = base in BASES or ":" in base
-        staged = not known or BASES.get(base, Base()).staged
-        if not known or (plus and rule not in RULES) or ((plus or control) and not staged):
-            raise ValueError(f"unknown method {name!r}; {suggestion(name, known_names())}")
+        control = base.endswith("-2x") and not plus
+        base = base.removesuffix("-2x") if control else base
+        if (base not in BASES and ":" not in base) or (plus and rule not in RULES):
+            raise _unknown(name)
+        made_of = BASES.get(base, Base())
+        if (plus or control) and not made_of.staged:
+            raise _without_second_stage(base)
+        if control:
+            base = made_of.settings or base  # Connector's control is NSCL's
+        settings = fields.pop("merge", None)
         if plus:
-            merge = fields.pop("merge", None) or {}
-            fields["merge"] = {**(merge.model_dump() if isinstance(merge, MergeOptions) else merge), "rule": rule}
-        return cls(base=base, options=options or {}, control=control and not plus, **fields)
+            settings = MergeSettings.model_validate(settings or {})
+            fields["merge"] = Merge(plugin=settings.plugin, options=settings.options, rule=rule)
+        elif settings is not None:
+            raise SpecError(f"{name} has settings of a merge but no merge; call it {base}+<rule>")
+        return cls(base=base, options=options or {}, control=control, **fields)
 
     @property
     def name(self) -> str:
         """Its name, which ``parse`` understands."""
         return self.base + ("-2x" if self.control else "") + (f"+{self.merge.rule}" if self.merge else "")
+
+    @property
+    def shown(self) -> str:
+        """How tables call it: its label, or its name."""
+        return self.label or self.name
 
     @property
     def settings(self) -> str:
@@ -197,19 +228,24 @@ class Method(BaseModel):
         """The same without options that have their default value."""
         options, merge = self.options, self.merge
         if (plugin := self._made_of.plugin) is not None:
-            options = _without_defaults(plugin, options)
+            options = without_defaults(find("plugin", plugin, {}), options)
         if merge is not None:
-            merge = merge.model_copy(update={"options": _without_defaults(merge.plugin, merge.options)})
+            plugin_class = find("merge plugin", merge.plugin, {})
+            merge = merge.model_copy(update={"options": without_defaults(plugin_class, merge.options)})
         return self.model_copy(update={"options": options, "merge": merge, "label": None})
 
     def make_plugins(self) -> list[SupervisedPlugin]:
         """Fresh plugins, in the order in which they go into the strategy; a ValueError names a wrong option."""
+        from avalanche.training.plugins import SupervisedPlugin
+
+        from became_avalanche.plugins.merge import BecameMergePlugin
+
         made = self._made_of
         plugins = []
         if made.plugin is not None:
-            plugins.append(_make(self.base, made.plugin, self.options))
+            plugins.append(_make(self.base, made.plugin, self.options, SupervisedPlugin))
         elif self.options:
-            raise ValueError(f"{self.base} has no options; got {', '.join(self.options)}")
+            raise SpecError(f"{self.base} has no options; got {', '.join(self.options)}")
         if self.control:
             plugins.append(find("plugin", CONTROL_PLUGIN, {})())
         if self.merge is not None:
@@ -219,7 +255,8 @@ class Method(BaseModel):
 
                 check_options("the Fisher estimator", Fisher, fisher)
                 options["fisher"] = Fisher(**fisher)
-            plugins.append(_make("the merge", self.merge.plugin, {"rule": self.merge.rule, **options}))
+            options["rule"] = self.merge.rule
+            plugins.append(_make("the merge", self.merge.plugin, options, BecameMergePlugin))
         if made.beside is not None:
             plugins.append(find("plugin", made.beside, {})())
         return plugins
@@ -235,15 +272,29 @@ def known_names() -> list[str]:
     return names
 
 
-def _make(what: str, path: str, options: Options) -> Any:
-    plugin = find("plugin", path, {})
-    check_options(what, plugin, options)
+def _unknown(name: str) -> SpecError:
+    choices = (
+        f"choose one of {', '.join(BASES)}, alone or with -2x or +<rule>, as in gpm+became; or the import path of a "
+        "plugin, module:name"
+    )
+    return SpecError(f"unknown method {name!r}; {suggestion(name, known_names(), choices)}")
+
+
+def _without_second_stage(base: str) -> SpecError:
+    return SpecError(f"{base} has no second stage: write {base!r}, without -2x and +<rule>")
+
+
+def _make(what: str, path: str, options: Mapping[str, Any], kind: type) -> Any:
+    """The plugin at an import path, which has to be of this kind."""
+    make = find("plugin", path, {})
+    check_options(what, make, options)
+    required = [name for name, parameter in options_of(make).items() if parameter.default is parameter.empty]
+    if lacking := [name for name in required if name not in options]:
+        raise SpecError(f"{what} needs the option {lacking[0]!r}")
     try:
-        return plugin(**options)
+        plugin = make(**options)
     except TypeError as error:
-        raise ValueError(f"{what} cannot be made with the options {options}: {error}") from None
-
-
-def _without_defaults(path: str, options: Options) -> Options:
-    defaults = with_defaults(find("plugin", path, {}), {})
-    return {name: value for name, value in options.items() if name not in defaults or value != defaults[name]}
+        raise SpecError(f"{what} cannot be made with the options {dict(options)}: {error}") from error
+    if not isinstance(plugin, kind):
+        raise SpecError(f"{path} makes a {type(plugin).__name__}, which is not a {kind.__name__}")
+    return plugin

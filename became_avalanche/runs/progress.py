@@ -20,8 +20,8 @@ class Event:
     """Something that happened in a run."""
 
     key: str
-    kind: Literal["epoch", "stage", "resumed"]
-    task: int
+    kind: Literal["epoch", "stage", "resumed", "note"]
+    task: int = 0
     """Counted from 1; for ``resumed``, the number of finished tasks."""
     stage: int = 1
     epoch: int = 0
@@ -29,6 +29,8 @@ class Event:
     accuracy: float | None = None
     """Mean test accuracy over the tasks seen, at the end of the last stage of a task."""
     seconds: float = 0.0
+    text: str = ""
+    """What a ``note`` says."""
 
 
 Report = Callable[[Event], None]
@@ -74,7 +76,10 @@ class Progress:
     def __call__(self, event: Event) -> None:
         """Take in an event."""
         spec = self.specs[event.key]
-        who = f"{spec.method.label or spec.method.name}, seed {spec.seed}"
+        who = _who(spec)
+        if event.kind == "note":
+            self._print(f"{who}: {event.text}", always=True)
+            return
         if event.kind == "resumed":
             finished = 1 + (event.task - 1) * spec.method.n_stages if event.task else 0
             self._advance(event.key, finished)
@@ -95,11 +100,11 @@ class Progress:
         spec = self.specs[key]
         self._done += 1
         self._advance(key, self._of[key] - self._stages[key])
-        who = f"{spec.method.label or spec.method.name}, seed {spec.seed}"
+        who = _who(spec)
         count = f"({self._done} of {self._total} runs)"
         if record is None or record.status != "done":
-            reason = problem or (record.error or "").strip().splitlines()[-1] if record else problem
-            self._print(f"{who}: {record.status if record else 'not run'}: {reason} {count}", always=True)
+            lines = ((record and record.error) or problem or "no reason given").strip().splitlines()
+            self._print(f"{who}: {record.status if record else 'not run'}: {lines[-1]} {count}", always=True)
             return
         values = [f"{metric.heading.split()[0]} {100 * value:.2f} %" for metric, value in _values(record)]
         self._print(f"{who}: done, {', '.join(values)} {count}")
@@ -118,6 +123,10 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
         elif always:
             self._bar.write(line, file=sys.stderr)
+
+
+def _who(spec: RunSpec) -> str:
+    return f"{spec.method.shown}, seed {spec.seed}"
 
 
 def _values(record: Record) -> list[tuple[Metric, float]]:

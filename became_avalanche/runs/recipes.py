@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import ConfigDict, Field
+from pydantic import AllowInfNan, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from avalanche.training.plugins import SupervisedPlugin
     from torch import nn
 
-Positive = Annotated[float, Gt(0)]
+Positive = Annotated[float, Gt(0), AllowInfNan(False)]
 Count = Annotated[int, Ge(1)]
 _STRICT = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ class Recipe:
     """At most, per stage."""
     patience: Count
     """Epochs without improvement before the learning rate drops."""
-    factor: Annotated[float, Gt(1)]
+    factor: Annotated[float, Gt(1), AllowInfNan(False)]
     """The learning rate is divided by it."""
     lr_min: Positive
     """A stage ends instead of going below this learning rate."""
@@ -59,11 +59,11 @@ class NSCLRecipe:
     """Backbone, later tasks."""
     head_rate: Positive = 1e-3
     normalisation_rate: Positive = 5e-4
-    weight_decay: Annotated[float, Ge(0)] = 5e-5
+    weight_decay: Annotated[float, Ge(0), AllowInfNan(False)] = 5e-5
     epochs: Count = 80
     """At most, per stage."""
     patience: Count = 3
-    factor: Annotated[float, Gt(1)] = 2
+    factor: Annotated[float, Gt(1), AllowInfNan(False)] = 2
     plateaus: Count = 3
     """A stage ends at this plateau."""
     kind: Literal["nscl"] = "nscl"
@@ -90,6 +90,9 @@ class NSCLRecipe:
 
         return [LaterTaskLR(self.later_rate), TrainingPlateauPlugin(self.patience, self.factor, self.plateaus)]
 
+
+RECIPES: dict[str, Any] = {"sgd": Recipe, "nscl": NSCLRecipe}
+"""By their ``kind``."""
 
 AnyRecipe = Annotated[Recipe | NSCLRecipe, Field(discriminator="kind")]
 

@@ -40,6 +40,7 @@ from became_avalanche.results.record import (
     parse_record,
 )
 from became_avalanche.runs.components import NETWORKS, find, options_of
+from became_avalanche.runs.method import Method
 from became_avalanche.runs.progress import Event, Report, ignore
 from became_avalanche.runs.spec import RunSpec, SpecError
 from became_avalanche.runs.store import RunFolder, Store, StoreError
@@ -362,7 +363,7 @@ def _matrix(matrix: AccuracyMatrix) -> Matrix:
 
 def train(
     benchmark: str | RunSpec,
-    method: str = "gpm+became",
+    method: str | Method = "gpm+became",
     seed: int = 0,
     *,
     n_tasks: int | None = None,
@@ -380,9 +381,9 @@ def train(
     same numbers, whatever ran before. Nothing is written to disk; ``became study`` and ``became compare`` keep runs in
     folders and resume them.
 
-    :param benchmark: a name (``became presets`` lists them), or a whole specification, which holds all that follows up
-        to ``threads``.
-    :param method: a name, such as ``gpm+became``.
+    :param benchmark: a name (``became presets`` lists them); or a whole specification, which already says what the
+        parameters from ``method`` to ``max_epochs``, ``device`` and ``threads`` would.
+    :param method: a name, such as ``gpm+became``, or a ``Method`` with options of its own.
     :param seed: the seed.
     :param n_tasks: number of tasks to train; all by default.
     :param max_epochs: at most this many epochs per stage; by default as many as the recipe says.
@@ -395,12 +396,17 @@ def train(
     """
     if isinstance(benchmark, RunSpec):
         spec = benchmark
+        if (method, seed, n_tasks, max_epochs, device, threads) != ("gpm+became", 0, None, None, "cpu", 1):
+            raise SpecError(
+                "a specification holds method, seed, n_tasks, max_epochs, device and threads: set them there"
+            )
     else:
         from became_avalanche.runs.catalogue import find_benchmark
 
         spec = find_benchmark(benchmark).spec(
             method, seed, n_tasks=n_tasks, max_epochs=max_epochs, device=device, threads=threads
         )
+    spec.check()
     with _threads(spec.threads):
         session = Session(spec, data=dataset_root, plugins=plugins, loggers=loggers, metrics=metrics)
         while not session.finished:

@@ -10,18 +10,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from became_avalanche.files import suggestion
+from became_avalanche.files import sealed_json, suggestion, unsealed
 from became_avalanche.results.record import References
-from became_avalanche.runs.components import NETWORKS, STREAMS, check_options, find, import_path
-from became_avalanche.runs.method import Method, Options
-from became_avalanche.runs.recipes import AnyRecipe, at_most
+from became_avalanche.runs.components import (
+    NETWORKS,
+    STREAMS,
+    Options,
+    check_options,
+    find,
+    import_path,
+    without_defaults,
+)
+from became_avalanche.runs.components import SpecError as SpecError
+from became_avalanche.runs.method import Method
+from became_avalanche.runs.recipes import RECIPES, AnyRecipe, at_most
 
+SCHEMA = 1
+"""Version of ``spec.json``. Raise it with every change that an older reader would misunderstand."""
 
-class SpecError(ValueError):
-    """A specification that is wrong: which field, which value, and what is allowed."""
+Seed = Annotated[int, Ge(0), Lt(2**32)]
 
 
 class _Component(BaseModel):
@@ -43,6 +53,14 @@ class Stream(_Component):
     n_tasks: Annotated[int, Ge(1)]
     """Number of tasks of the stream."""
 
+    @field_validator("options")
+    @classmethod
+    def _others(cls, value: Options) -> Options:
+        for name in ("seed", "n_tasks", "dataset_root", "device"):
+            if name in value:
+                raise SpecError(f"{name!r} is not an option of a stream but of the run that it belongs to")
+        return value
+
     def function(self) -> Callable[..., Any]:
         """The function that makes the stream."""
         return find("stream", self.name, STREAMS)
@@ -58,6 +76,10 @@ class Network(_Component):
 
     channels_last: bool = False
     """Memory format of its weights: about a tenth faster on a CPU, with other rounding."""
+
+    def function(self) -> Callable[..., Any]:
+        """The class or function that makes the network."""
+        return find("network", self.name, NETWORKS)
 
 
 class RunSpec(BaseModel):
@@ -75,7 +97,7 @@ class RunSpec(BaseModel):
     network: Network
     method: Method
     recipe: AnyRecipe
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Seed = 0
     """Decides on the tasks, the initial weights and the order of the data."""
     n_tasks: Annotated[int, Ge(1)]
     """Number of tasks to train."""
@@ -89,9 +111,8 @@ class RunSpec(BaseModel):
     @model_validator(mode="after")
     def _within_the_stream(self) -> RunSpec:
         if self.n_tasks > self.stream.n_tasks:
-            raise ValueError(
-                f"{self.benchmark} has {self.stream.n_tasks} tasks: choose n_tasks between 1 and "
-                f"{self.stream.n_tasks}, not {self.n_tasks}"
+            raise SpecError(
+                f"n_tasks must be at most {self.stream.n_tasks}, the tasks of the stream; got {self.n_tasks}"
             )
         if self.max_epochs is not None and self.max_epochs >= self.recipe.epochs:
             object.__setattr__(self, "max_epochs", None)  # no restriction, so the same run as without
@@ -123,7 +144,12 @@ class RunSpec(BaseModel):
 
         Options at their default do not enter it, so a new option with a default does not orphan finished runs.
         """
-        content = self.with_method(self.method.shortened()).model_dump(mode="json", exclude_defaults=True)
+        short: dict[str, Any] = {
+            name: part.model_copy(update={"options": without_defaults(part.function(), part.options)})
+            for name, part in (("stream", self.stream), ("network", self.network))
+        }
+        shortened = self.model_copy(update={**short, "method": self.method.shortened()})
+        content = shortened.model_dump(mode="json", exclude_defaults=True)
         text = json.dumps(_canonical(content), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         readable = re.sub(r"[^\w+.-]", "_", f"{self.benchmark}.{self.method.name}.seed{self.seed}")
@@ -137,15 +163,14 @@ class RunSpec(BaseModel):
         """Raise a SpecError if a component or one of its options does not exist. This imports torch."""
         try:
             check_options(f"the stream {self.stream.name}", self.stream.function(), self.stream.options)
-            network = find("network", self.network.name, NETWORKS)
-            check_options(f"the network {self.network.name}", network, self.network.options)
+            check_options(f"the network {self.network.name}", self.network.function(), self.network.options)
             self.method.make_plugins()
         except ValueError as error:
             raise SpecError(f"{self.benchmark}, {self.method.name}: {error}") from error
 
     def to_json(self) -> str:
         """The text of ``spec.json``: complete, with the default of every option."""
-        return json.dumps(self.completed().model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+        return sealed_json({"schema_version": SCHEMA, **self.completed().model_dump(mode="json")})
 
 
 def parse_spec(content: Any, where: str = "the specification") -> RunSpec:
@@ -156,54 +181,85 @@ def parse_spec(content: Any, where: str = "the specification") -> RunSpec:
 
 def read_spec(path: Path) -> RunSpec:
     """The specification in a ``spec.json``."""
+    return parse_spec(read_values(path), str(path))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The plain values in a ``spec.json``; raises a SpecError if it is corrupt, foreign or of a newer version."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise SpecError(f"{path} is corrupt: {error}") from None
-    return parse_spec(content, str(path))
+    if not isinstance(content, dict) or not isinstance(version := content.get("schema_version"), int):
+        raise SpecError(f"{path} is not the specification of a run: it has no schema_version")
+    if version > SCHEMA:
+        raise SpecError(
+            f"{path} has schema version {version}, and this version of became-avalanche reads up to {SCHEMA}: upgrade "
+            "the package"
+        )
+    try:
+        values = unsealed(content)
+    except ValueError as error:
+        raise SpecError(f"{path} is corrupt: {error}") from None
+    return {name: value for name, value in values.items() if name != "schema_version"}
 
 
 def validated(model: type[Any], content: Any, where: str) -> Any:
-    """A pydantic model from plain values; all errors in one SpecError, a line each."""
+    """A pydantic model from plain values; raises one SpecError that names all wrong fields.
+
+    :param where: where the values are from, for the error; may be empty.
+    """
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        lines = [_explained(model, problem) for problem in error.errors(include_url=False)]
-        raise SpecError(f"{where}: {'; '.join(lines)}") from None
+        problems = [_explained(model, problem) for problem in error.errors(include_url=False)]
+        raise SpecError(": ".join(filter(None, [where, "; ".join(problems)]))) from None
 
 
 def _explained(model: type[BaseModel], problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"] if part not in ("sgd", "nscl"))
-    if problem["type"] == "extra_forbidden":
+    """A problem that pydantic found, for a person: which field, which value, and what is allowed."""
+    kind, value = problem["type"], problem["input"]
+    place = ""
+    for part in problem["loc"]:
+        if part not in RECIPES:
+            place += f"[{part}]" if isinstance(part, int) else f".{part}"
+    place = place.removeprefix(".")
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if kind == "extra_forbidden":
         return f"unknown field {place!r}; {suggestion(str(problem['loc'][-1]), _siblings(model, problem['loc']))}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
+    if kind == "missing":
         return f"{place} is missing"
-    if problem["type"] == "value_error" and not place:
-        return str(message)
-    value = problem["input"]
-    got = "" if isinstance(value, dict) or problem["type"] == "value_error" else f"; got {value!r}"
-    return f"{place}: {message[0].lower()}{message[1:]}{got}" if place else f"{message}{got}"
+    if kind == "value_error":
+        return f"{place}: {message}" if place else message
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        got = value["kind"] if isinstance(value, dict) and "kind" in value else None
+        return f"{place}.kind must be one of: {', '.join(RECIPES)}; got {got!r}"
+    if kind == "too_short":
+        return f"{place} must not be empty"
+    if kind in ("model_type", "model_attributes_type", "dataclass_type", "dict_type"):
+        message = "must be a table of fields"
+    message = message.replace("Input should", "must").replace("must be a valid", "must be a")
+    return f"{place or 'it'} {message}; got {value!r}"
 
 
 def _siblings(model: Any, place: tuple[Any, ...]) -> list[str]:
     """The fields that exist beside an unknown one."""
     for part in place[:-1]:
-        fields = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {})
-        if part in fields:
-            model = _model_in(fields[part].annotation)
-        elif part in ("sgd", "nscl"):
-            from became_avalanche.runs.recipes import NSCLRecipe, Recipe
+        if isinstance(part, str):
+            model = RECIPES.get(part) or _model_in(_fields(model)[part].annotation)
+    return list(_fields(model))
 
-            model = Recipe if part == "sgd" else NSCLRecipe
-    return list(getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", {}))
+
+def _fields(model: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(model, "model_fields", None) or model.__pydantic_fields__
+    return fields
 
 
 def _model_in(annotation: Any) -> Any:
     """The model in an annotation such as ``Model | None`` or ``list[Model]``."""
-    if hasattr(annotation, "model_fields") or hasattr(annotation, "__pydantic_fields__"):
+    if hasattr(annotation, "__pydantic_fields__") or hasattr(annotation, "model_fields"):
         return annotation
     inner = [_model_in(argument) for argument in getattr(annotation, "__args__", ())]
     return next((model for model in inner if model is not None), None)

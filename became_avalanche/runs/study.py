@@ -11,13 +11,14 @@ from statistics import mean
 from typing import Annotated, Any
 
 from annotated_types import Ge, MinLen
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
 from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.record import Record, RecordError
 from became_avalanche.runs.catalogue import find_benchmark
-from became_avalanche.runs.method import Method, Options
-from became_avalanche.runs.spec import RunSpec, SpecError, validated
+from became_avalanche.runs.components import Options
+from became_avalanche.runs.method import MergeSettings, Method
+from became_avalanche.runs.spec import RunSpec, Seed, SpecError, validated
 from became_avalanche.runs.store import Store
 
 if sys.version_info >= (3, 11):
@@ -27,23 +28,28 @@ else:
 
 
 class StudyMethod(BaseModel):
-    """A method of a study that is more than a name."""
+    """A method of a study: its name, and whatever else is to be said about it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     label: str | None = None
     options: Options = {}
-    """Options of the plugin, before those of the benchmark."""
-    merge: dict[str, Any] = {}
-    """``plugin`` and ``options`` of the merge."""
+    """Options of the plugin. They come before those of the benchmark."""
+    merge: MergeSettings | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> StudyMethod:
+        self.method()
+        return self
 
     def method(self) -> Method:
         """The method itself."""
-        if self.merge and "+" not in self.name:
-            raise SpecError(f"{self.name} has no merge, but merge options; name it {self.name}+<rule>")
-        fields = {"merge": self.merge} if self.merge else {}
-        return Method.parse(self.name, self.options, label=self.label, **fields)
+        return Method.parse(self.name, self.options, label=self.label, merge=self.merge)
+
+
+def _named(entry: Any) -> Any:
+    return {"name": entry} if isinstance(entry, str) else entry
 
 
 class Study(BaseModel):
@@ -52,9 +58,11 @@ class Study(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "study"
+    """How its tables and figures are called on disk."""
     benchmarks: Annotated[list[str], MinLen(1)]
-    methods: Annotated[list[str | StudyMethod], MinLen(1)]
-    seeds: list[Annotated[int, Ge(0)]] = [0]
+    methods: Annotated[list[Annotated[StudyMethod, BeforeValidator(_named)]], MinLen(1)]
+    """Names, or tables with a name and the fields of ``StudyMethod``."""
+    seeds: Annotated[list[Seed], MinLen(1)] = [0]
     """A list, or the number of seeds from 0 on."""
     n_tasks: Annotated[int, Ge(1)] | None = None
     max_epochs: Annotated[int, Ge(1)] | None = None
@@ -62,20 +70,41 @@ class Study(BaseModel):
     threads: Annotated[int, Ge(1)] = 1
     eval_batch_size: Annotated[int, Ge(1)] = 64
 
+    @field_validator("name")
+    @classmethod
+    def _file_name(cls, value: str) -> str:
+        if not value or set(value) & set("/\\"):
+            raise SpecError(f"it is part of file names, so it must have letters and no slashes; got {value!r}")
+        return value
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _known_benchmarks(cls, value: list[str]) -> list[str]:
+        return [find_benchmark(name).name for name in dict.fromkeys(value)]
+
     @field_validator("seeds", mode="before")
     @classmethod
     def _count(cls, value: Any) -> Any:
-        return list(range(value)) if isinstance(value, int) and not isinstance(value, bool) else value
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value
+        if value < 1:
+            raise SpecError(f"a number of seeds is at least 1; got {value}")
+        return list(range(value))
+
+    @field_validator("seeds")
+    @classmethod
+    def _once(cls, value: list[int]) -> list[int]:
+        return list(dict.fromkeys(value))
 
     @classmethod
     def read(cls, path: Path) -> Study:
         """The study in a TOML file; its name is that of the file by default."""
         try:
-            content = tomllib.loads(path.read_text())
+            content = tomllib.loads(path.read_bytes().decode())
         except OSError as error:
             raise SpecError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, UnicodeDecodeError) as error:
-            raise SpecError(f"{path} is not a TOML file: {error}") from None
+        except ValueError as error:
+            raise SpecError(f"{path} is not valid TOML: {error}") from None
         study: Study = validated(cls, {"name": path.stem, **content}, str(path))
         return study
 
@@ -85,40 +114,38 @@ class Study(BaseModel):
         Seeds come one after the other. Within a seed, a baseline, its control and its merges come first, so that gains
         appear early.
         """
-        methods = [self._method(entry) for entry in self.methods]
-        if not self.seeds:
-            raise SpecError("a study needs at least one seed")
+        methods = _pairs_first([entry.method() for entry in self.methods])
         settings: dict[str, Any] = self.model_dump(exclude={"name", "benchmarks", "methods", "seeds"})
         specs = [
             find_benchmark(name).spec(method, seed, **settings)
             for seed in self.seeds
             for name in self.benchmarks
-            for method in _pairs_first(methods)
+            for method in methods
         ]
-        return list({spec.key(): spec for spec in specs}.values())
+        by_key: dict[str, RunSpec] = {}
+        by_label: dict[tuple[str, int, str], str] = {}
+        for spec in specs:
+            label, key = spec.method.shown, spec.key()
+            if by_key.setdefault(key, spec).method.shown != label:
+                raise SpecError(
+                    f"{by_key[key].method.shown!r} and {label!r} are the same run of {spec.benchmark}; leave one out"
+                )
+            if by_label.setdefault((spec.benchmark, spec.seed, label), key) != key:
+                raise SpecError(f"two methods with different options are called {label!r}; give one another label")
+        return list(by_key.values())
 
     def labels(self) -> list[str]:
         """The methods as tables call them, in the order of the study."""
-        return [method.label or method.name for method in map(self._method, self.methods)]
-
-    @staticmethod
-    def _method(entry: str | StudyMethod) -> Method:
-        try:
-            return (StudyMethod(name=entry) if isinstance(entry, str) else entry).method()
-        except SpecError:
-            raise
-        except ValueError as error:
-            raise SpecError(str(error)) from None
+        return list(dict.fromkeys(entry.method().shown for entry in self.methods))
 
 
 def _pairs_first(methods: Sequence[Method]) -> list[Method]:
     """The methods with a merge, each after its references, and then the others."""
-    by_name = {method.name: method for method in methods if method.label is None}
     ordered: list[Method] = []
     for method in methods:
         if method.merge is not None:
             references = (method.baseline, method.equal_training)
-            ordered += [by_name[other.name] for other in references if other is not None and other.name in by_name]
+            ordered += [other for other in methods if other.model_copy(update={"label": None}) in references]
             ordered.append(method)
     return list({id(method): method for method in (*ordered, *methods)}.values())
 
@@ -173,8 +200,8 @@ def missing(statuses: Iterable[RunStatus]) -> list[RunSpec]:
 def estimate(specs: Sequence[RunSpec], finished: Iterable[Record]) -> dict[str, float | None]:
     """Seconds that each run will take, by key, from finished runs.
 
-    The best guess is a run of the same method on the same benchmark with the same budget; otherwise one of the same
-    benchmark with the same number of trainings, otherwise None.
+    The best guess is the mean over runs of the same method on the same benchmark with the same budget; otherwise over
+    runs of all methods with as many stages per task; otherwise None. Joint training is compared with itself only.
     """
     by_method: dict[Any, list[float]] = defaultdict(list)
     by_size: dict[Any, list[float]] = defaultdict(list)
@@ -183,11 +210,14 @@ def estimate(specs: Sequence[RunSpec], finished: Iterable[Record]) -> dict[str, 
         if record.status == "done" and seconds:
             budget = (record.benchmark, record.spec["n_tasks"], record.spec["max_epochs"])
             by_method[(*budget, record.method)].append(seconds)
-            by_size[(*budget, len(record.tasks[-1].stages))].append(seconds)
+            if not record.is_joint:
+                by_size[(*budget, len(record.tasks[-1].stages))].append(seconds)
     guesses: dict[str, float | None] = {}
     for spec in specs:
         budget = (spec.benchmark, spec.n_tasks, spec.max_epochs)
-        known = by_method.get((*budget, spec.method.name)) or by_size.get((*budget, spec.method.n_stages))
+        known = by_method.get((*budget, spec.method.name))
+        if not known and not spec.method.joint:
+            known = by_size.get((*budget, spec.method.n_stages if spec.n_tasks > 1 else 1))
         guesses[spec.key()] = mean(known) if known else None
     return guesses
 
@@ -204,6 +234,5 @@ def records_of(specs: Iterable[RunSpec], store: Store) -> list[Record]:
     found = []
     for status in status_of(specs, store):
         if status.record is not None:
-            method = status.spec.method
-            found.append(status.record.model_copy(update={"label": method.label or method.name}))
+            found.append(status.record.model_copy(update={"label": status.spec.method.shown}))
     return found
