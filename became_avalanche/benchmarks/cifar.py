@@ -11,7 +11,7 @@ from avalanche.benchmarks.scenarios import GenericCLScenario
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
-from became_avalanche.benchmarks.files import ANEW, Source, equal_classes, keeps, pickled_images
+from became_avalanche.benchmarks.files import DOWNLOAD_AGAIN, Source, equal_classes, keeps, pickled_images
 from became_avalanche.benchmarks.tensors import StreamOptions, image_stream, normalise, refuse_uneven, tasks_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _part(path: Path, rows: int) -> _Part:
     if images.shape != (rows, 3072) or not fine.shape == coarse.shape == (rows,):
         raise ValueError(
             f"{path} is not a part of CIFAR-100: it has images of shape {images.shape} and {fine.size} labels, and "
-            f"{rows} rows of 3072 bytes are expected; {ANEW}"
+            f"{rows} rows of 3072 bytes are expected; {DOWNLOAD_AGAIN}"
         )
     pixels = torch.from_numpy(images.copy()).reshape(-1, 3, 32, 32)
     return _Part(pixels, equal_classes(path, fine, 100, rows // 100), torch.tensor(coarse))

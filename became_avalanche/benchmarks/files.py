@@ -1,6 +1,6 @@
-"""Data sets on disk: what is there is used, what is not is downloaded if it can be, and files are opened without trust.
+"""Data sets on disk. Missing ones are downloaded where possible. Files are opened without trusting their content.
 
-Loaders raise FileNotFoundError for what is missing and ValueError for what is damaged, and say what to do.
+Loaders raise a FileNotFoundError for missing files and a ValueError for corrupt ones. Both say what to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 Array = NDArray[Any]
 
-ANEW = "delete it and get it anew"
+DOWNLOAD_AGAIN = "delete it and download it again"
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Source:
 
     name: str
     folder: str
-    """Where it is in the folder of data sets."""
+    """Subfolder in the folder of data sets."""
     check: Callable[[Path], int]
-    """The number of training images in this place; a ValueError if it is not whole."""
+    """Returns the number of training images in a folder. Raises a ValueError if the data set is incomplete."""
     origin: str
-    """Which files, and where from."""
+    """Which files to download, and from where."""
     download: Callable[[Path], object] | None = None
-    """Into this place."""
+    """Downloads the data set into a folder."""
 
     def place(self, root: Path) -> Path | None:
-        """Where it is, if it is there."""
+        """The folder of the data set, or None if it does not exist."""
         return root / self.folder if (root / self.folder).is_dir() else None
 
     def get(self, root: Path) -> Path:
-        """Where it is, after a download if need be."""
+        """The folder of the data set. Downloads it if it is missing."""
         if found := self.place(root):
             return found
         goal = root / self.folder
@@ -62,7 +62,7 @@ class Source:
         raise FileNotFoundError(f"{self.name} is missing{failure}; {self.advice(root)}")
 
     def advice(self, root: Path) -> str:
-        """What to do where it is missing."""
+        """What to do if it is missing."""
         return f"get {self.origin}, so that {root / self.folder} is there"
 
 
@@ -146,9 +146,9 @@ def load_pickle(path: Path) -> Any:
         with path.open("rb") as file:
             return _ArraysOnly(file, encoding="latin1").load()
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, and other files of the data set are there; {ANEW}") from None
+        raise ValueError(f"{path} is missing, and other files of the data set are there; {DOWNLOAD_AGAIN}") from None
     except _UNSOUND as error:
-        raise ValueError(f"{path} is not a sound data file: {error or 'it ends too early'}; {ANEW}") from error
+        raise ValueError(f"{path} is corrupt: {error or 'it ends too early'}; {DOWNLOAD_AGAIN}") from error
 
 
 def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
@@ -157,9 +157,13 @@ def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
     try:
         arrays = tuple(np.asarray(content[key]) for key in keys)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{path} is not the expected file: it has no arrays {', '.join(keys)}; {ANEW}") from error
+        raise ValueError(
+            f"{path} is not the expected file: it has no arrays {', '.join(keys)}; {DOWNLOAD_AGAIN}"
+        ) from error
     if arrays[0].dtype != np.uint8:
-        raise ValueError(f"{path} is not the expected file: its images are {arrays[0].dtype}, not bytes; {ANEW}")
+        raise ValueError(
+            f"{path} is not the expected file: its images are {arrays[0].dtype}, not bytes; {DOWNLOAD_AGAIN}"
+        )
     return arrays
 
 
@@ -167,7 +171,9 @@ def equal_classes(path: Path, labels: Array, classes: int, per_class: int) -> Te
     """The labels, unless they are others than from 0 on, each for so many images."""
     values, counts = np.unique(labels, return_counts=True)
     if values.tolist() != list(range(classes)) or set(counts.tolist()) != {per_class}:
-        raise ValueError(f"{path} is not whole: {classes} classes of {per_class} images are expected; {ANEW}")
+        raise ValueError(
+            f"{path} is incomplete: {classes} classes of {per_class} images are expected; {DOWNLOAD_AGAIN}"
+        )
     return torch.from_numpy(labels.astype(np.int64))
 
 
@@ -185,12 +191,12 @@ def load_idx(folder: Path, name: str) -> Tensor:
         zero, kind, dimensions = struct.unpack_from(">HBB", content)
         shape = struct.unpack_from(f">{dimensions}I", content, 4)
     except FileNotFoundError:
-        raise ValueError(f"{folder} is not whole: {name} is missing, with and without .gz; {ANEW}") from None
+        raise ValueError(f"{folder} is incomplete: {name} is missing, with and without .gz; {DOWNLOAD_AGAIN}") from None
     except (EOFError, OSError, struct.error) as error:
-        raise ValueError(f"{path} is not a sound idx file: {error}; {ANEW}") from error
+        raise ValueError(f"{path} is not a readable idx file: {error}; {DOWNLOAD_AGAIN}") from error
     start = 4 + 4 * dimensions
     if zero != 0 or kind != 8 or len(content) != start + prod(shape):
-        raise ValueError(f"{path} is not a whole idx file of bytes: it has {len(content)} bytes; {ANEW}")
+        raise ValueError(f"{path} is an incomplete idx file: it has {len(content)} bytes; {DOWNLOAD_AGAIN}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
 
 
@@ -208,7 +214,9 @@ def refuse_unequal(folder: Path, counts: Sequence[int], classes: int, tolerance:
     """Raise a ValueError unless there are so many classes of equally many images: others are not wholly unpacked."""
     if len(counts) != classes or not min(counts) or min(counts) < (1 - tolerance) * max(counts):
         found = f"{len(counts)} classes" + (f" of {min(counts)} to {max(counts)} images" if counts else "")
-        raise ValueError(f"{folder} is not whole: it has {found}, and {classes} of equal size are expected; {ANEW}")
+        raise ValueError(
+            f"{folder} is incomplete: it has {found}, and {classes} of equal size are expected; {DOWNLOAD_AGAIN}"
+        )
 
 
 def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
@@ -225,7 +233,7 @@ def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
                 image = image.resize((size, size), Image.Resampling.BILINEAR)
             return torch.from_numpy(np.array(image)).reshape(size, size, -1).permute(2, 0, 1)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{path} is not a sound image: {error}; {ANEW}") from error
+            raise ValueError(f"{path} cannot be decoded as an image: {error}; {DOWNLOAD_AGAIN}") from error
 
     images = torch.empty(len(paths), len(mode), size, size, dtype=torch.uint8)
     with ThreadPoolExecutor() as pool, tqdm(total=len(paths), desc=f"reading {name}", disable=None, leave=False) as bar:

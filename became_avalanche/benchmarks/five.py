@@ -19,7 +19,7 @@ from torchvision.datasets import CIFAR10, MNIST, SVHN, FashionMNIST
 
 from became_avalanche.benchmarks.cifar import NORMALISATION
 from became_avalanche.benchmarks.files import (
-    ANEW,
+    DOWNLOAD_AGAIN,
     Source,
     decode,
     image_files,
@@ -91,12 +91,12 @@ def _refuse_other_sizes(place: Path, parts: Parts, sizes: tuple[int, int] | None
     for (images, labels), size in zip(parts, sizes or (None, None), strict=True):
         if len(images) != len(labels) or len(labels) != (size or len(labels)):
             raise ValueError(
-                f"{place} is not whole: it has {len(images)} images and {len(labels)} labels"
+                f"{place} is incomplete: it has {len(images)} images and {len(labels)} labels"
                 + (f", and {size} are expected" if size else "")
-                + f"; {ANEW}"
+                + f"; {DOWNLOAD_AGAIN}"
             )
         if sorted(set(labels.tolist())) != list(range(10)):
-            raise ValueError(f"{place} has other labels than 0 to 9; {ANEW}")
+            raise ValueError(f"{place} has other labels than 0 to 9; {DOWNLOAD_AGAIN}")
     return parts
 
 
@@ -106,7 +106,9 @@ def _cifar10(folder: Path) -> Parts:
         files = [pickled_images(folder / name, ("data", "labels")) for name in names]
         for name, (images, _) in zip(names, files, strict=True):
             if images.shape[1:] != (3072,):
-                raise ValueError(f"{folder / name} is not a part of CIFAR-10: its images are {images.shape}; {ANEW}")
+                raise ValueError(
+                    f"{folder / name} is not a part of CIFAR-10: its images are {images.shape}; {DOWNLOAD_AGAIN}"
+                )
         pixels, labels = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*files, strict=True))
         return pixels.reshape(-1, 3, 32, 32), labels.long()
 
@@ -118,7 +120,9 @@ def _idx(folder: Path, prefix: str) -> Images:
     images = load_idx(folder, f"{prefix}-images-idx3-ubyte")
     labels = load_idx(folder, f"{prefix}-labels-idx1-ubyte")
     if images.shape[1:] != (28, 28) or labels.dim() != 1:
-        raise ValueError(f"{folder} is not like MNIST: its images are {tuple(images.shape[1:])}, not (28, 28); {ANEW}")
+        raise ValueError(
+            f"{folder} is not like MNIST: its images are {tuple(images.shape[1:])}, not (28, 28); {DOWNLOAD_AGAIN}"
+        )
     return _grey(images.unsqueeze(1)), labels.long()
 
 
@@ -140,11 +144,15 @@ def _svhn(folder: Path) -> Parts:
             content = loadmat(str(path), appendmat=False)
             images, labels = content["X"], content["y"]
         except FileNotFoundError:
-            raise ValueError(f"{folder} is not whole: {path.name} is missing; {ANEW}") from None
+            raise ValueError(f"{folder} is incomplete: {path.name} is missing; {DOWNLOAD_AGAIN}") from None
         except (ValueError, TypeError, KeyError, OSError, NotImplementedError, MatReadError, zlib.error) as error:
-            raise ValueError(f"{path} is not a sound file of SVHN: {error or 'it ends too early'}; {ANEW}") from error
+            raise ValueError(
+                f"{path} is not a readable file of SVHN: {error or 'it ends too early'}; {DOWNLOAD_AGAIN}"
+            ) from error
         if images.shape[:3] != (32, 32, 3) or images.dtype != np.uint8:
-            raise ValueError(f"{path} is not a file of SVHN: its images are {images.shape} {images.dtype}; {ANEW}")
+            raise ValueError(
+                f"{path} is not a file of SVHN: its images are {images.shape} {images.dtype}; {DOWNLOAD_AGAIN}"
+            )
         digits = torch.from_numpy(labels.astype(np.int64).reshape(-1))
         return torch.from_numpy(images.transpose(3, 2, 0, 1).copy()), digits % 10  # a nought is 10 there
 
@@ -168,7 +176,7 @@ def _notmnist_files(folder: Path) -> list[list[list[Path]]]:
     parts = []
     for name in ("Train", "Test"):
         if not (folder / name).is_dir():
-            raise ValueError(f"{folder} is not whole: it has neither idx files nor a folder {name}; {ANEW}")
+            raise ValueError(f"{folder} is incomplete: it has neither idx files nor a folder {name}; {DOWNLOAD_AGAIN}")
         letters = sorted(own for own in (folder / name).iterdir() if own.is_dir())
         files = [[path for path in image_files(own) if path.name not in UNREADABLE] for own in letters]
         refuse_unequal(folder / name, [len(own) for own in files], 10, tolerance=0.1)

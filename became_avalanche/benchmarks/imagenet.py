@@ -13,7 +13,7 @@ from avalanche.benchmarks.scenarios import GenericCLScenario
 from torch import Tensor
 
 from became_avalanche.benchmarks.files import (
-    ANEW,
+    DOWNLOAD_AGAIN,
     Array,
     Source,
     decode,
@@ -92,9 +92,9 @@ def _tiny_files(folder: Path) -> tuple[Files, Files]:
         train = [image_files(folder / "train" / name / "images") for name in names]
         test = _tiny_test(folder / "val", names)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(f"{folder} is not whole: {error.filename} is missing; {ANEW}") from error
+        raise ValueError(f"{folder} is incomplete: {error.filename} is missing; {DOWNLOAD_AGAIN}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{folder} is not whole: its tables are not text ({error}); {ANEW}") from error
+        raise ValueError(f"{folder} is incomplete: its tables are not text ({error}); {DOWNLOAD_AGAIN}") from error
     for part, files in (("train", train), ("val", test)):
         refuse_unequal(folder / part, [len(own) for own in files], 200)
     return train, test
@@ -111,7 +111,7 @@ def _tiny_test(folder: Path, names: list[str]) -> Files:
         file, name, *_ = [*line.split("\t"), ""]
         path = folder / "images" / file
         if path not in present or name not in files:
-            raise ValueError(f"{folder} is not whole: its table has {line!r}, which is not there; {ANEW}")
+            raise ValueError(f"{folder} is incomplete: its table has {line!r}, which is not there; {DOWNLOAD_AGAIN}")
         files[name].append(path)
     return list(files.values())
 
@@ -159,7 +159,9 @@ def _mini(folder: Path) -> tuple[Images, Images]:
 def _mini_part(path: Path, per_class: int) -> Images:
     images, labels = pickled_images(path, ("images", "labels"))
     if len(images) != len(labels):
-        raise ValueError(f"{path} is not whole: it has {len(images)} images and {len(labels)} labels; {ANEW}")
+        raise ValueError(
+            f"{path} is incomplete: it has {len(images)} images and {len(labels)} labels; {DOWNLOAD_AGAIN}"
+        )
     return _mini_images(path, images), equal_classes(path, labels, 100, per_class)
 
 
@@ -175,7 +177,7 @@ def _mini_cache(folder: Path) -> Images:
             for name, rows in load_pickle(path)["class_dict"].items():
                 own[np.asarray(rows, dtype=int)] = str(name)
         except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not the expected file: its class_dict is {error}; {ANEW}") from error
+            raise ValueError(f"{path} is not the expected file: its class_dict is {error}; {DOWNLOAD_AGAIN}") from error
         names.append(own)
     labels = np.unique(np.concatenate(names).astype(str), return_inverse=True)[1]
     return torch.cat(images), equal_classes(folder, labels, 100, PER_CLASS)
@@ -183,7 +185,9 @@ def _mini_cache(folder: Path) -> Images:
 
 def _mini_images(path: Path, images: Array) -> Tensor:
     if images.shape[1:] != (84, 84, 3):
-        raise ValueError(f"{path} is not miniImageNet: its images are {images.shape[1:]}, not (84, 84, 3); {ANEW}")
+        raise ValueError(
+            f"{path} is not miniImageNet: its images are {images.shape[1:]}, not (84, 84, 3); {DOWNLOAD_AGAIN}"
+        )
     return torch.from_numpy(images.copy()).permute(0, 3, 1, 2)
 
 
@@ -193,7 +197,9 @@ def _mini_files(folder: Path) -> Files:
     files = [image_files(own) for own in classes]
     refuse_unequal(folder, [len(own) for own in files], 100)
     if len(files[0]) != PER_CLASS:
-        raise ValueError(f"{folder} is not whole: its classes have {len(files[0])} images, not {PER_CLASS}; {ANEW}")
+        raise ValueError(
+            f"{folder} is incomplete: its classes have {len(files[0])} images, not {PER_CLASS}; {DOWNLOAD_AGAIN}"
+        )
     return files
 
 

@@ -151,8 +151,8 @@ class Hostile:
     ("content", "message"),
     [
         (b"", "ends too early|Ran out of input"),
-        (b"not a pickle", "not a sound data file"),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, protocol=2)[:-20], "not a sound data file"),
+        (b"not a pickle", "is corrupt"),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, protocol=2)[:-20], "is corrupt"),
         (pickle.dumps({"data": Hostile()}, protocol=2), r"asks for (posix|nt)\.system"),
         (pickle.dumps([1, 2]), "no arrays data, fine_labels"),
         (
@@ -161,7 +161,7 @@ class Hostile:
             ),
             "50000 rows",
         ),
-        (struct.pack("<I", 7) * 100, "not a sound data file"),
+        (struct.pack("<I", 7) * 100, "is corrupt"),
     ],
     ids=["empty", "text", "truncated", "hostile", "list", "short", "noise"],
 )

@@ -109,16 +109,16 @@ def test_grey_images_become_coloured(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("wnids.txt", None, "not whole: .*wnids.txt is missing"),
+        ("wnids.txt", None, "is incomplete: .*wnids.txt is missing"),
         ("wnids.txt", b"n00000000\n", "which is not there"),
         ("wnids.txt", bytes(range(256)), "its tables are not text"),
         ("train/n00000150", None, "n00000150.images is missing"),
         ("train/n00000005/images/n00000005_3.JPEG", None, "200 classes of 4 to 5 images"),
         ("val/images/val_7.JPEG", None, "val_7.JPEG.*which is not there"),
-        ("val/val_annotations.txt", half, "which is not there|not whole"),
-        ("val", None, "not whole: .*is missing"),
-        ("train/n00000005/images/n00000005_3.JPEG", half, "n00000005_3.JPEG is not a sound image"),
-        ("val/images/val_7.JPEG", b"no image", "val_7.JPEG is not a sound image"),
+        ("val/val_annotations.txt", half, "which is not there|is incomplete"),
+        ("val", None, "is incomplete: .*is missing"),
+        ("train/n00000005/images/n00000005_3.JPEG", half, "n00000005_3.JPEG cannot be decoded as an image"),
+        ("val/images/val_7.JPEG", b"no image", "val_7.JPEG cannot be decoded as an image"),
     ],
 )
 def test_half_a_tiny_imagenet_is_refused(tiny, tmp_path, file, content, message):
@@ -248,7 +248,7 @@ def mini(tmp_path_factory):
     ("file", "content", "message"),
     [
         ("parts/test.pkl", None, "test.pkl is missing, and other files"),
-        ("parts/train.pkl", half, "not a sound data file"),
+        ("parts/train.pkl", half, "is corrupt"),
         ("parts/test.pkl", changed(labels=[3] * 99), "200 images and 99 labels"),
         ("parts/test.pkl", changed(labels=[3] * 200), "100 classes of 2 images are expected"),
         ("parts/test.pkl", changed(images=np.zeros((200, 3, 84, 84), np.uint8)), r"\(3, 84, 84\), not"),
@@ -259,7 +259,7 @@ def mini(tmp_path_factory):
         ("cache/mini-imagenet-cache-val.pkl", changed(class_dict={"n0": [1]}), "100 classes of 8 images"),
         ("folders/n00000042", None, "99 classes"),
         ("folders/n00000042/003.png", None, "of 7 to 8 images"),
-        ("folders/n00000042/003.png", half, "003.png is not a sound image"),
+        ("folders/n00000042/003.png", half, "003.png cannot be decoded as an image"),
     ],
 )
 def test_half_a_mini_imagenet_is_refused(mini, tmp_path, file, content, message):
