@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from became_avalanche.files import sealed_json, unsealed
+
 SCHEMA = 1
 """Version of the format. Raise it with every change that an older reader would misunderstand."""
 
@@ -152,7 +154,7 @@ class Record(_Frozen):
 
     def to_json(self) -> str:
         """The text of ``record.json``."""
-        return json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        return sealed_json(self.model_dump(mode="json"))
 
 
 def parse_record(text: str | bytes, where: str = "the record") -> Record:
@@ -170,6 +172,10 @@ def parse_record(text: str | bytes, where: str = "the record") -> Record:
         )
     from became_avalanche.results.migrations import migrate  # here: it computes metrics, which need this module
 
+    try:
+        content = unsealed(content)
+    except ValueError as error:
+        raise RecordError(f"{where} is corrupt: {error}") from None
     try:
         content = migrate(content, where)
         return Record.model_validate({**content, "schema_version": SCHEMA})

@@ -82,6 +82,7 @@ class Progress:
             return
         if event.kind == "resumed":
             finished = 1 + (event.task - 1) * spec.method.n_stages if event.task else 0
+            finished -= self._stages[event.key]  # not zero if the run was lost with its node and starts again
             self._advance(event.key, finished)
             self._skipped += finished
             self._print(f"{who}: resumed after task {event.task} of {spec.n_tasks}")

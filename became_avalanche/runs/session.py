@@ -7,9 +7,10 @@ import resource
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -49,6 +50,7 @@ from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.protocols import StageAware
 from became_avalanche.strategy.state import StatefulPlugin
+from became_avalanche.strategy.statefile import StateFileError
 
 if TYPE_CHECKING:
     from became_avalanche.logging.wandb import WandBLogger
@@ -100,6 +102,7 @@ def make_network(spec: RunSpec) -> nn.Module:
     return network.to(memory_format=torch.channels_last) if spec.network.channels_last else network
 
 
+@cache
 def environment() -> dict[str, str]:
     """Everything about the machine that may decide a number."""
     packages = ("torch", "torchvision", "avalanche-lib", "numpy", "became-avalanche")
@@ -225,7 +228,9 @@ class Session:
         :param keep: ``endpoints`` keeps the weights of each merge in ``endpoints``.
         :param report: is called after each epoch and each stage.
         """
-        self.spec, self._report, self.key = spec, report, spec.key()
+        self.spec, self._report = spec, report
+        self.key, self.references = spec.key(), spec.references
+        self._event_key = self.key
         self.method_plugins = spec.method.make_plugins()
         for plugin in self.method_plugins:
             if isinstance(plugin, BecameMergePlugin):
@@ -302,14 +307,12 @@ class Session:
             "record": self.record().to_json(),
         }
 
-    def load(self, state: Mapping[str, Any]) -> int:
-        """Continue from a state; returns the number of finished trainings."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue a fresh session from a state. If it fails, the session may be half loaded: make a new one."""
         record = parse_record(state["record"], "the record in the checkpoint")
         n = int(state["finished"])
         load_strategy_state(self.strategy, state["strategy"], self.stream.train_stream[:n], stateless=self._stateless)
         self.tasks, self.resumed = list(record.tasks), [*record.resumed, n]
-        self._report(Event(self.key, "resumed", n))
-        return n
 
     def endpoints(self) -> tuple[int, dict[str, Any]] | None:
         """The task and the weights of its merge, if they are kept and there was one in this task."""
@@ -334,8 +337,8 @@ class Session:
             key=self.key,
             spec=self.spec.completed().model_dump(mode="json"),
             method=self.spec.method.name,
-            label=self.spec.method.label or self.spec.method.name,
-            references=self.spec.references,
+            label=self.spec.method.shown,
+            references=self.references,
             status=status or ("done" if self.finished else "running"),
             error=error,
             accuracy={name: _matrix(matrix) for name, matrix in self.matrices.items()},
@@ -351,7 +354,7 @@ class Session:
 
     def _report_stage(self, kind: Any, stage: int, trace: dict[str, Any], accuracy: float | None = None) -> None:
         task = len(self.tasks) + (accuracy is None)
-        self._report(Event(self.key, kind, task, stage, trace["epochs"], accuracy, sum(trace["seconds"])))
+        self._report(Event(self._event_key, kind, task, stage, trace["epochs"], accuracy, sum(trace["seconds"])))
 
 
 def _matrix(matrix: AccuracyMatrix) -> Matrix:
@@ -414,21 +417,37 @@ def train(
         return session.record()
 
 
-def run(spec: RunSpec, store: Store, local: Local = Local(), report: Report = ignore) -> Record:  # noqa: B008
+def run(
+    spec: RunSpec,
+    store: Store,
+    local: Local = Local(),  # noqa: B008
+    report: Report = ignore,
+    patience: float = 1.0,
+) -> Record:
     """Bring a run to its end in its folder, and return its record.
 
     A finished run is returned as it is. An interrupted one continues after its last finished task. A training that
     diverges or fails ends with such a record; only what keeps the folder from being used raises an error (StoreError,
     RecordError, SpecError).
+
+    :param spec: what to run.
+    :param store: the folder of runs.
+    :param local: what the run needs beside its specification.
+    :param report: is called with the events of the run.
+    :param patience: seconds to wait for another process that trains this run.
     """
     folder = store.open(spec)
-    with folder.locked(), _threads(spec.threads):
+    with folder.locked(patience), _threads(spec.threads):
         existing = folder.record()
         if existing is not None and existing.finished:
             return existing
+        folder.keep_spec(spec)
+        references = store.references(spec)
         logger = _wandb_logger(spec, folder, local)
         session: Session | None = None
-        try:
+
+        def start() -> Session:
+            nonlocal session
             session = Session(
                 spec,
                 data=local.data,
@@ -437,35 +456,42 @@ def run(spec: RunSpec, store: Store, local: Local = Local(), report: Report = ig
                 loggers=[logger] if logger else (),
                 metrics=_logged_metrics() if logger else (),
             )
-            session.key = folder.path.name
-            _train_in(folder, session, local)
-            record = session.record()
+            session.key, session.references = folder.path.name, references
+            return session
+
+        try:
+            record = _train_in(folder, start, local, report)
         except DivergenceError:
             record = _ended(spec, folder, session, "diverged")
         except (KeyboardInterrupt, SystemExit):
-            folder.log("interrupted")
+            with suppress(StoreError):
+                folder.log("interrupted")
             _finish(logger, None)
             raise
-        except Exception as error:
-            if isinstance(error, StoreError | RecordError | SpecError):
-                _finish(logger, None)
-                raise
+        except (StoreError, RecordError, SpecError):
+            _finish(logger, None)
+            raise
+        except Exception:
             record = _ended(spec, folder, session, "failed")
         folder.save_record(record)
         if record.status == "done":
-            folder.forget_checkpoints(but=1)
+            folder.forget_checkpoints(before=len(record.tasks))
         folder.log(record.status if record.error is None else f"{record.status}\n{record.error}")
         _finish(logger, record)
         return record
 
 
-def _train_in(folder: RunFolder, session: Session, local: Local) -> None:
+def _train_in(folder: RunFolder, start: Callable[[], Session], local: Local, report: Report) -> Record:
     """Train what is missing, with a checkpoint after each task."""
-    resumable = not session.not_resumable
-    finished, problems = folder.load_checkpoint(session.load) if resumable else (0, [])
-    for problem in problems:
-        folder.log(f"checkpoint ignored: {problem}")
+    session, notes = _restored(folder, start)
+    for note in notes:
+        folder.log(note)
+        report(Event(session.spec.key(), "note", text=note))
+    finished = len(session.tasks)
+    if finished:
+        report(Event(session.spec.key(), "resumed", finished))
     folder.log(f"resumed after {finished} tasks" if finished else f"started: {session.key}")
+    resumable = not session.not_resumable
     while not session.finished:
         session.step()
         if local.keep == "endpoints" and (kept := session.endpoints()) is not None:
@@ -474,6 +500,25 @@ def _train_in(folder: RunFolder, session: Session, local: Local) -> None:
             folder.save_checkpoint(len(session.tasks), session.state())
         if not session.finished:
             folder.save_record(session.record())
+    return session.record()
+
+
+def _restored(folder: RunFolder, start: Callable[[], Session]) -> tuple[Session, list[str]]:
+    """A session that continues from the newest sound checkpoint, and what is wrong with newer ones.
+
+    :param start: makes a fresh session.
+    """
+    session, notes = start(), []
+    for path in [] if session.not_resumable else folder.checkpoints():
+        try:
+            session.load(folder.read_checkpoint(path))
+            break
+        except StateFileError as error:
+            notes.append(f"checkpoint ignored: {error}")
+        except Exception as error:  # a sound file with a state of another version of a plugin
+            notes.append(f"checkpoint ignored: {path} cannot be loaded: {error!r}")
+            session = start()
+    return session, notes
 
 
 def _ended(spec: RunSpec, folder: RunFolder, session: Session | None, status: Status) -> Record:
@@ -485,7 +530,7 @@ def _ended(spec: RunSpec, folder: RunFolder, session: Session | None, status: St
         key=folder.path.name,
         spec=spec.completed().model_dump(mode="json"),
         method=spec.method.name,
-        label=spec.method.label or spec.method.name,
+        label=spec.method.shown,
         references=spec.references,
         status=status,
         error=error,

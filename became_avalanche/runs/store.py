@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from time import monotonic, sleep
+from typing import IO, Any
 
 from became_avalanche.files import write_atomically
-from became_avalanche.results.record import Record, RecordError, read_record
-from became_avalanche.runs.spec import RunSpec, SpecError
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None  # type: ignore[assignment]
+from became_avalanche.results.record import Record, RecordError, References, read_record
+from became_avalanche.runs.spec import RunSpec, SpecError, read_values
 
 CHECKPOINT = "checkpoint"
 
 
 class StoreError(RuntimeError):
-    """The folder of a run cannot be used: it is locked, foreign or cannot be written."""
+    """The folder of a run cannot be used: it is locked or cannot be written."""
 
 
 class RunFolder:
@@ -47,19 +44,24 @@ class RunFolder:
         return self.path / "record.json"
 
     def record(self) -> Record | None:
-        """The record, or None if there is none yet; raises a RecordError if it cannot be read."""
-        return read_record(self.record_path) if self.record_path.exists() else None
+        """The record, or None if there is none yet; raises a RecordError if it is not a sound record of this run."""
+        if not self.record_path.exists():
+            return None
+        record = read_record(self.record_path)
+        if record.key != self.path.name:
+            raise RecordError(f"{self.record_path} belongs to another run, {record.key}; move it away")
+        return record
 
     def save_record(self, record: Record) -> None:
         """Write the record, unless that would overwrite a finished one."""
         if (existing := self.record()) is not None and existing.finished:
             raise StoreError(f"{self.record_path} is finished and is not overwritten")
-        self.write("record.json", record.to_json())
+        self._write("record.json", record.to_json())
 
-    def write(self, name: str, content: str) -> None:
-        """Write a text file of the run completely or not at all."""
-        with self._explained():
-            write_atomically(self.path / name, content)
+    def keep_spec(self, spec: RunSpec) -> None:
+        """Write ``spec.json`` unless it is there."""
+        if not (self.path / "spec.json").exists():
+            self._write("spec.json", spec.to_json())
 
     def log(self, text: str) -> None:
         """Append a line with the time to ``log.txt``."""
@@ -67,42 +69,41 @@ class RunFolder:
         with self._explained(), open(self.path / "log.txt", "a") as file:
             file.write(f"{now} {text.rstrip()}\n")
 
+    def _write(self, name: str, content: str) -> None:
+        with self._explained():
+            write_atomically(self.path / name, content)
+
     # -------------------------------------------------------------------------------------------------- checkpoints
 
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints, the newest first."""
+        return sorted(self.path.glob(f"{CHECKPOINT}-*.safetensors"), reverse=True)
+
+    def read_checkpoint(self, path: Path) -> dict[str, Any]:
+        """The state in a checkpoint; raises a StateFileError if it is not a sound checkpoint of this run."""
+        from became_avalanche.strategy.statefile import StateFileError, read_state
+
+        state = read_state(path, kind=CHECKPOINT)
+        if state.get("key") != self.path.name:
+            raise StateFileError(f"{path} belongs to another run, {state.get('key')}")
+        return state
+
     def save_checkpoint(self, n: int, state: dict[str, Any]) -> None:
-        """Keep the state after ``n`` finished trainings, and one older state in case this file is damaged later."""
+        """Keep the state after ``n`` finished trainings, and the one before in case this file is damaged later."""
         from became_avalanche.strategy.statefile import write_state
 
         path = self._checkpoint(n)
-        if path.exists():  # it could not be read, or the run would not have come here again
-            os.replace(path, path.with_name(f"{path.name}.unreadable"))
         with self._explained():
+            if path.exists():  # it could not be loaded, or the run would not have come here again
+                os.replace(path, _free_name(path))
             write_state(path, state, kind=CHECKPOINT)
-        self.forget_checkpoints(but=2)
+            self.forget_checkpoints(before=n - 1)
 
-    def forget_checkpoints(self, but: int) -> None:
-        """Delete all checkpoints but the newest."""
-        for old in self._checkpoints()[:-but]:
-            old.unlink(missing_ok=True)
-
-    def load_checkpoint(self, load: Callable[[dict[str, Any]], int]) -> tuple[int, list[str]]:
-        """Load the newest readable checkpoint.
-
-        :param load: takes the state and returns the number of finished trainings; may raise a ValueError.
-        :return: that number, 0 if there is no checkpoint that can be read, and what is wrong with the others.
-        """
-        from became_avalanche.strategy.statefile import StateFileError, read_state
-
-        problems: list[str] = []
-        for path in reversed(self._checkpoints()):
-            try:
-                state = read_state(path, kind=CHECKPOINT)
-                if state.get("key") != self.path.name:
-                    raise StateFileError(f"{path} belongs to another run, {state.get('key')}")
-                return load(state), problems
-            except StateFileError as error:
-                problems.append(str(error))
-        return 0, problems
+    def forget_checkpoints(self, before: int) -> None:
+        """Delete the checkpoints after fewer than ``before`` trainings."""
+        for path in self.checkpoints():
+            if path.name < self._checkpoint(before).name:
+                path.unlink(missing_ok=True)
 
     def save_endpoints(self, t: int, state: dict[str, Any]) -> None:
         """Keep the three weight vectors of the merge of task ``t``."""
@@ -114,41 +115,53 @@ class RunFolder:
     def _checkpoint(self, n: int) -> Path:
         return self.path / f"{CHECKPOINT}-{n:03d}.safetensors"
 
-    def _checkpoints(self) -> list[Path]:
-        return sorted(self.path.glob(f"{CHECKPOINT}-*.safetensors"))
-
     # --------------------------------------------------------------------------------------------------------- lock
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """A context in which no other process may train this run; raises a StoreError that says who does."""
+    def locked(self, patience: float = 1.0) -> Iterator[None]:
+        """A context in which no other process may train this run.
+
+        The lock ends with the process, however that ends.
+
+        :param patience: seconds to wait for another process; then a StoreError says which one it is. ``holder`` takes
+            the lock for an instant, too, so this is not zero.
+        """
         with self._explained():
-            file = open(self.path / "lock", "a+")  # noqa: SIM115
+            file = open(self.path / "lock", "a+b", buffering=0)  # noqa: SIM115
         with file:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise StoreError(f"{self.path} is being trained by {_holder(self.path / 'lock')}") from None
-            file.truncate(0)
-            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-            file.flush()
+            self._acquire(file, patience)
+            with self._explained():
+                file.truncate(0)
+                file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+                for leftover in self.path.glob(".*.tmp"):  # of a process that was killed while it wrote
+                    leftover.unlink(missing_ok=True)
             try:
                 yield
             finally:
-                file.truncate(0)
+                with suppress(OSError):
+                    file.truncate(0)
+
+    def _acquire(self, file: IO[bytes], patience: float) -> None:
+        end = monotonic() + patience
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if monotonic() >= end:
+                    raise StoreError(f"{self.path} is being trained by {_owner(self.path / 'lock')}") from None
+                sleep(0.02)
+            except OSError as error:
+                raise StoreError(f"cannot lock {self.path}: {error.strerror}; choose another folder") from error
 
     def holder(self) -> str | None:
         """Who trains this run now, or None."""
         try:
             with open(self.path / "lock") as file:
-                if fcntl is None:
-                    return None
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
+        except BlockingIOError:
+            return _owner(self.path / "lock")
+        except OSError:  # there is no lock, or none can be taken here
             return None
-        except OSError:
-            return _holder(self.path / "lock")
         return None
 
     @contextmanager
@@ -163,12 +176,20 @@ class RunFolder:
             ) from error
 
 
-def _holder(lock: Path) -> str:
+def _owner(lock: Path) -> str:
     try:
-        held = json.loads(lock.read_text())
-        return f"process {held['pid']} on {held['host']}"
-    except (ValueError, KeyError, OSError):
+        owner = json.loads(lock.read_bytes())
+        return f"process {owner['pid']} on {owner['host']}"
+    except (ValueError, KeyError, TypeError, OSError):
         return "another process"
+
+
+def _free_name(path: Path) -> Path:
+    """A name for a checkpoint that cannot be loaded, under which no other one is kept."""
+    n = 1
+    while (free := path.with_name(f"{path.name}.unreadable{n}")).exists():
+        n += 1
+    return free
 
 
 class Store:
@@ -191,28 +212,37 @@ class Store:
         """The folder of a run, whether it exists or not.
 
         A run keeps the default of every option. If such a default has changed since, the finished run is another one,
-        and this one gets a folder beside it.
+        and this one gets a folder beside it. Raises a SpecError or RecordError if it cannot be read which run it is.
         """
         key, n = spec.key(), 1
-        wanted = json.loads(spec.to_json())
+        wanted = spec.completed().model_dump(mode="json")
         while True:
-            path = self.root / (key if n == 1 else f"{key}~{n}")
-            if not (path / "spec.json").exists() or not differences(_stored_spec(path), wanted):
-                return RunFolder(path)
+            folder = RunFolder(self.root / (key if n == 1 else f"{key}~{n}"))
+            if not differences(_stored_spec(folder), wanted):
+                return folder
             n += 1
 
     def open(self, spec: RunSpec) -> RunFolder:
-        """The folder of a run with its ``spec.json``, made if need be."""
+        """The folder of a run, made if need be."""
         folder = self.folder(spec)
         with folder._explained():
             folder.path.mkdir(parents=True, exist_ok=True)
-        if not (folder.path / "spec.json").exists():
-            folder.write("spec.json", spec.to_json())
         return folder
 
     def find(self, spec: RunSpec) -> Record | None:
         """The record of a run, if there is one; raises a RecordError if it cannot be read."""
         return self.folder(spec).record()
+
+    def references(self, spec: RunSpec) -> References:
+        """The folders of the runs of the same seed that a run is compared with."""
+        try:
+            baseline, control = (
+                None if other is None else self.folder(spec.with_method(other)).path.name
+                for other in (spec.method.baseline, spec.method.equal_training)
+            )
+        except (SpecError, RecordError):  # theirs cannot be read, which is no reason to stop this run
+            return spec.references
+        return References(baseline=baseline, control=control)
 
     def records(self) -> Iterator[Record]:
         """All records in the folder that can be read."""
@@ -223,14 +253,13 @@ class Store:
                 continue
 
 
-def _stored_spec(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((path / "spec.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path / 'spec.json'} cannot be read ({error}); move the folder away or repair it") from None
-    if not isinstance(content, dict) or "benchmark" not in content:
-        raise SpecError(f"{path / 'spec.json'} is not the specification of a run; move the folder away")
-    return content
+def _stored_spec(folder: RunFolder) -> dict[str, Any]:
+    """The specification that is kept in a folder, or in its record; empty if there is none."""
+    path = folder.path / "spec.json"
+    if path.exists():
+        return read_values(path)
+    record = folder.record()
+    return {} if record is None else record.spec
 
 
 def differences(stored: Any, wanted: Any, place: str = "") -> list[str]:
