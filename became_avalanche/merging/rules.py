@@ -32,7 +32,7 @@ class MergeInputs:
     fisher: Weights
     """Diagonal of F_t(θ̂)."""
     precision: Weights
-    """Diagonal of Λ_{t-1}, the sum of the Fisher informations of all earlier tasks at their merged weights."""
+    """Diagonal of Λ_{t-1}, the sum of the Fisher information of all earlier tasks at their merged weights."""
     previous_fisher: Weights = field(default_factory=dict)
     """Diagonal of F_{t-1}(θ̂_{t-1}), of the previous task alone before its merge; empty unless the rule is a
     ``PreviousFisherRule``."""
@@ -86,7 +86,7 @@ class Became:
     for all parameters together, for each tensor, or for each element. Element by element it is ``F / (F + Λ)``, the
     mode of IMM.
 
-    Eq. 20 takes ``dᵀ Λ_{t-1} Δ`` for zero, with ``d = θ_GP − θ*_{t-1}``. ``exact_anchor`` subtracts it from the
+    Eq. 20 assumes ``dᵀ Λ_{t-1} Δ`` to be zero, with ``d = θ_GP − θ*_{t-1}``. ``exact_anchor`` subtracts it from the
     numerator and cuts the result off at 0 and 1.
 
     Where stage 2 did not move, λ = 0. Where it moved and neither Fisher information sees anything, 1/t; with a warning
@@ -124,7 +124,7 @@ class Became:
         stability = quadratic_form(delta, inputs.precision, delta)
         if plasticity + stability == 0:
             warnings.warn(
-                f"task {inputs.t}: the Fisher informations of this task and of the earlier ones both vanish along the "
+                f"task {inputs.t}: the Fisher information of this task and that of the earlier ones vanish along the "
                 f"merging path, so Eq. 20 is undefined; merging with 1/t = {1 / inputs.t:.3f} instead",
                 stacklevel=3,
             )

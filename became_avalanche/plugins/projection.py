@@ -112,7 +112,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
 
     @abstractmethod
     def update_memory(self, name: str, observed: InputMatrix) -> None:
-        """Take what was observed of the layer with weight ``name`` in the experience into ``self.memory``."""
+        """Add what was observed of the layer with weight ``name`` in the experience to ``self.memory``."""
 
     @abstractmethod
     def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -160,7 +160,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         return inputs
 
     def gradient_rows(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, Tensor]:
-        """The gradient of the mean loss over ``n_samples`` of the experience, as rows, where there is one."""
+        """The gradient of the mean loss over ``n_samples`` of the experience, as rows, of the layers that have one."""
         parameters = dict(strategy.model.named_parameters())
         parts = {name: self.parts(name) for name in self.layers.protected}
         wanted = {part: parameters[part] for names in parts.values() for part in names}
@@ -353,7 +353,7 @@ def _trainable_together(model: nn.Module, biases: dict[str, str]) -> set[str]:
 
 
 def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:
-    """Avalanche puts a new head into the parameter group of its siblings, and fails obscurely if there is no such."""
+    """Raise a ValueError if Avalanche could not tell into which parameter group a new head belongs."""
     groups = strategy.optimizer.param_groups
     for name, module in task_heads(strategy.model).items():
         if len(groups) == 1:

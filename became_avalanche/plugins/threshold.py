@@ -35,7 +35,7 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
         """Init. The defaults are the settings of the papers for 10-Split CIFAR-100.
 
         :param threshold: fraction of the energy that is held after the first experience, in [0, 1].
-        :param increment: added to the threshold with each further experience. Beyond 1, all that has energy is held.
+        :param increment: added to the threshold with each further experience. A threshold above 1 counts as 1.
         :param n_samples: training samples of each experience that enter the memory; None for all.
         :param bias: what happens to the biases of protected layers after the first experience: "freeze", "augment"
             (protected together with the weight) or "free".

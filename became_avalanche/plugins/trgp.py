@@ -39,7 +39,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
     where it is, so the ``Q_i`` of each task stay valid.
 
     The model is left as it is: hooks add the scaled term to the outputs of layers while the strategy trains and
-    evaluates, with the matrices of the batch's task. For calls of the model outside the strategy there is ``task``.
+    evaluates, with the matrices of the batch's task. Use ``task`` to call the model outside the strategy.
     The matrices are trained by the strategy's optimizer, as a parameter group that comes and goes with the experience.
     """
 
@@ -170,7 +170,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
         if model is None:
             raise ValueError("this plugin has not met a model yet; pass it as task(label, model)")
         if label not in self.scales:
-            raise ValueError(f"there is no task {label!r}; learned so far: {sorted(self.scales) or 'none'}")
+            raise ValueError(f"no task {label!r} has been learned; choose one of: {sorted(self.scales) or 'none'}")
         before = self._model, self._served
         self._serve(model, label)
         try:

@@ -129,12 +129,17 @@ def test_the_candidate_can_be_chosen():
             self.ends.append(snapshot(strategy))
             return interpolate(base, super().choose_candidate(strategy, base), 0.5, 0.5)
 
+        def estimate_fisher(self, strategy, names, num_workers):
+            self.points.append(snapshot(strategy))
+            return super().estimate_fisher(strategy, names, num_workers)
+
     plugin = Halfway(rule=lambda inputs: 1.0, keep_last_merge=True)
-    plugin.ends = []
+    plugin.ends, plugin.points = [], []
     strategy = stream_of([GPMPlugin(), plugin])
     merge = plugin.last_merge
     halfway = interpolate(merge.base, plugin.ends[-1], 0.5, 0.5)
     assert_same_weights(merge.candidate, halfway)
+    assert_same_weights(plugin.points[-2], halfway)
     assert_same_weights(snapshot(strategy), halfway)
 
 

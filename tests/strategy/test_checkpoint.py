@@ -51,7 +51,7 @@ from became_avalanche import (
     nscl_groups,
     save_strategy,
 )
-from became_avalanche.strategy.checkpoint import not_resumable
+from became_avalanche.strategy.checkpoint import not_resumable, strategy_state
 from tests.helpers import CONV_SHAPE, Network, Spy, assert_same_weights, batch_of, blobs, convnet, mlp, naive, weights
 
 
@@ -419,6 +419,24 @@ def test_a_strategy_cannot_be_saved_in_the_middle_of_an_experience(tmp_path):
     strategy, _ = build(sgd, plugins(lambda: spy))
     with pytest.raises(ValueError, match="only between experiences"):
         strategy.train(blobs().train_stream[0])
+
+
+def test_frozen_parameters_and_modules_in_eval_mode_stay_so(tmp_path):
+    strategy, _ = build(sgd, plugins())
+    strategy.model.features[0].weight.requires_grad_(False)
+    strategy.model.features[2].eval()
+    save_strategy(strategy, tmp_path / "state")
+    resumed, _ = build(sgd, plugins())
+    load_strategy(resumed, tmp_path / "state")
+    assert [p.requires_grad for p in resumed.model.features.parameters()] == [False, True, True, True]
+    assert [module.training for module in resumed.model.features] == [True, True, False, True, True]
+
+
+def test_parameters_that_are_not_of_the_model_are_refused():
+    strategy, _ = build(sgd, plugins())
+    strategy.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(NotResumableError, match="parameters that do not belong to the model"):
+        strategy_state(strategy)
 
 
 def test_a_strategy_that_is_built_otherwise_is_refused(tmp_path):
