@@ -1,4 +1,4 @@
-.PHONY: test test-long demo clean
+.PHONY: test test-long demo tables clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,8 +13,11 @@ test-long: .venv/installed
 	$(BIN)/pytest -m long
 
 demo: .venv/installed
-	$(BIN)/became compare --benchmark split-digits --seeds 2 --out runs/demo \
+	$(BIN)/became compare --benchmark split-digits --seeds 2 --out runs/demo --engine processes \
 		--methods finetune,ewc,lwf,agem,er,finetune+became,gpm,gpm-2x,gpm+became
+
+tables: .venv/installed
+	$(BIN)/python -m experiments.tables
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,0 +1,137 @@
+"""Write the tables and figures of README.md and docs/ anew from the records in experiments/results/runs.
+
+    make tables
+
+A page marks the place of a table, and everything between the two marks is replaced:
+
+    <!-- table: experiments/studies/split-digits.toml -->
+    <!-- end -->
+
+``TABLES`` lists the kinds of tables. Each study has a figure, experiments/results/figures/<study>.png.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from became_avalanche.files import look_up, write_atomically
+from became_avalanche.results.figures import comparison_figure
+from became_avalanche.results.record import Record
+from became_avalanche.results.tables import budget, gains, gains_over, in_order, table, text_gains
+from became_avalanche.runs.catalogue import BENCHMARKS
+from became_avalanche.runs.store import Store
+from became_avalanche.runs.study import Study, status_of
+
+ROOT = Path(__file__).parents[1]
+STUDIES = sorted((ROOT / "experiments" / "studies").glob("*.toml"))
+RUNS = Store(ROOT / "experiments" / "results" / "runs")
+FIGURES = ROOT / "experiments" / "results" / "figures"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"(?P<start><!-- (?P<kind>[a-z]+): (?P<source>\S+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+
+
+@cache
+def records_in(study: Path) -> list[Record]:
+    """The records of a study in the order of its methods; raises a ValueError if one is missing or not done."""
+    content = Study.read(study)
+    statuses = status_of(content.specs(), RUNS)
+    records = []
+    for status in statuses:
+        if status.record is None or status.state != "done":
+            raise ValueError(f"{study.name} is incomplete: {status.spec.key()} is {status.state}; {status.note}")
+        label = status.spec.method.label or status.spec.method.name
+        records.append(status.record.model_copy(update={"label": label}))
+    return in_order(records, content.labels())
+
+
+def comparison(study: Path) -> str:
+    """ACC and BWT of all methods, and the gains over baseline and control."""
+    records = records_in(study)
+    return _block(table(records).text(), text_gains(gains(records)))
+
+
+def trials(study: Path) -> str:
+    """Validation accuracy of all variants of the merge, and their gains over the paper's and over equal training."""
+    records = records_in(study)
+    over = [text_gains(gains_over(records, label, "valid_acc")) for label in ("became", "gpm-2x")]
+    return _block(table(records, ("valid_acc", "acc", "epochs")).text(), *over)
+
+
+def paths(scans: Path) -> str:
+    """The coefficients of all estimators on each path."""
+    from experiments.paths import table
+
+    return _block(table(json.loads(scans.read_text())))
+
+
+def memory(sizes: Path) -> str:
+    """What each method holds between tasks."""
+    from experiments.memory import table
+
+    return table(json.loads(sizes.read_text()))
+
+
+def benchmarks(catalogue: Path) -> str:
+    """The benchmarks of the catalogue."""
+    from became_avalanche.runs.describe import list_benchmarks
+
+    return _block(list_benchmarks(BENCHMARKS.values()))
+
+
+def _block(*parts: str) -> str:
+    """A code block of parts with an empty line between them."""
+    return "```\n" + "\n\n".join(parts) + "\n```"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "table": comparison,
+    "trials": trials,
+    "paths": paths,
+    "memory": memory,
+    "benchmarks": benchmarks,
+}
+"""Kind of table -> function of the file that the mark names."""
+
+
+def rewritten(page: str) -> str:
+    """The text of a page with all of its tables made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        text = look_up("kind of table", match["kind"], TABLES)(ROOT / match["source"])
+        return f"{match['start']}{text}\n{match['end']}"
+
+    return MARKED.sub(replace, page)
+
+
+def draw(study: Path) -> None:
+    """Draw the figure of a study."""
+    records = records_in(study)
+    scaled = budget(records[0].spec)
+    title = f"{records[0].benchmark} ({scaled})" if scaled else ""
+    FIGURES.mkdir(exist_ok=True)
+    comparison_figure(records, title).savefig(FIGURES / f"{study.stem}.png", dpi=150)
+
+
+def main() -> None:
+    """Write all tables and figures anew."""
+    warnings.filterwarnings("ignore", message="no QP solver found")
+    try:
+        for page in PAGES:
+            text = page.read_text()
+            if (new := rewritten(text)) != text:
+                write_atomically(page, new)
+                print(f"changed: {page.relative_to(ROOT)}")
+        for study in STUDIES:
+            draw(study)
+    except ValueError as error:
+        sys.exit(f"tables: {error}")
+
+
+if __name__ == "__main__":
+    main()
