@@ -4,8 +4,8 @@
 
 The images are synthetic and few, and the training is short: this measures memory, not accuracy. What methods hold that
 keep bases of inputs depends on how far the training takes the network from its initialisation, so these are run twice:
-with the learning rate of the papers, and with one that leaves the network almost as it was. Figures are recorded in
-bytes in experiments/results/memory.json; the table that is printed stands in docs/memory.md.
+with the learning rate of the papers, and with one that leaves the network almost as it was. Writes the sizes in bytes
+to runs/memory.json and prints a table of them. Those of docs/memory.md are in experiments/results/memory.json.
 """
 
 import json
@@ -22,10 +22,11 @@ from avalanche.training.plugins import EvaluationPlugin
 from avalanche.training.supervised import Naive
 from tqdm import tqdm
 
-from became_avalanche import BecameMergePlugin, ReducedResNet18, nscl_groups
-from became_avalanche.runs.methods import PROJECTIONS
+from became_avalanche import ReducedResNet18, nscl_groups
+from became_avalanche.files import write_atomically
+from became_avalanche.runs.method import Method
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
+OUT = Path("runs/memory.json")
 TASKS, CLASSES, SIZE = 20, 5, 84
 IMAGES, BATCH, EPOCHS = 10, 10, 4  # all images of a task enter the memory
 RATE, LOW_RATE = 0.1, 1e-3
@@ -73,7 +74,7 @@ def measure(method, rate, benchmark, progress):
     progress.set_description(f"{method}, learning rate {rate}")
     torch.manual_seed(0)
     first, *second = method.split("+")
-    plugins = [PROJECTIONS[first][0](**SETTINGS[first]), *(BecameMergePlugin() for _ in second)]
+    plugins = Method.parse(method, SETTINGS[first]).make_plugins()
     model = ReducedResNet18(SIZE)
     sgd = first != "nscl"  # which has its own recipe
     optimizer = torch.optim.SGD(model.parameters(), lr=rate) if sgd else torch.optim.Adam(nscl_groups(model))
@@ -158,7 +159,8 @@ def main():
     with tqdm(total=(len(METHODS) + len(BASES)) * TASKS, unit="task") as progress:
         record["methods"] = {method: measure(method, RATE, benchmark, progress) for method in METHODS}
         record["low rate"] = {method: measure(method, LOW_RATE, benchmark, progress) for method in BASES}
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
+    OUT.parent.mkdir(exist_ok=True)
+    write_atomically(OUT, json.dumps(record, indent=2) + "\n")
     print(table(record))
 
 

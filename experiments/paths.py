@@ -3,52 +3,53 @@
     python experiments/paths.py --data FOLDER --epochs 8
 
 AlexNet on the first five tasks of 20-Split CIFAR-100 with GPM and BECAME, each stage to a plateau or to so many epochs:
-four merges. FOLDER holds torchvision's `cifar-100-python`. Makes paths.json and paths.png in
-experiments/results/paths.
+four merges. FOLDER holds torchvision's `cifar-100-python`. Writes paths.json and paths.png to runs/paths, or to --out.
+The scans in experiments/results/paths are those of docs/merging.md.
 
-`batched` is the estimator that made the merges; each of the others has a precision of its own. The network normalises
-with the statistics of the batch, and gradients of single samples do not exist there: `empirical`, `sampled` and `exact`
-look at the same weights with the mean statistics of the task's training data in place of the batch's.
+`batched` is the estimator that made the merges. Each of the others accumulates a precision of its own. The network
+normalises with the statistics of the batch, where gradients of single samples do not exist. So `empirical`, `sampled`
+and `exact` look at the same weights with the mean statistics of the task's training data instead.
 """
 
 import argparse
 import json
 from copy import deepcopy
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from avalanche.training.plugins import SupervisedPlugin
 from torch.nn import functional as F
 
-from became_avalanche import AlexNet, BecameMergePlugin, Fisher, path_figure, scan_path, split_cifar100, train
-from became_avalanche.merging.fisher import Batch, accumulate, fit
+from became_avalanche import AlexNet, BecameMergePlugin, Fisher, path_figure, scan_path
+from became_avalanche.merging.fisher import Batch, accumulate, zero_padded
 from became_avalanche.merging.rules import became
 from became_avalanche.runs.catalogue import SMALL
+from became_avalanche.runs.session import Session
+from became_avalanche.runs.spec import Stream
 
-RESULTS = Path(__file__).parent / "results" / "paths"
 PER_SAMPLE = ("empirical", "sampled", "exact")
 
 
 class Paths(SupervisedPlugin):
     """Scans the path of each merge, and computes λ as it would be with each estimator."""
 
-    def __init__(self, merge: BecameMergePlugin, n_samples: int) -> None:
+    def __init__(self, n_samples: int) -> None:
         super().__init__()
-        self.merge, self.n_samples = merge, n_samples
+        self.n_samples = n_samples
         self.precision = {name: {} for name in ("batched-sampled", *PER_SAMPLE)}
         self.scans, self.marks = [], []
 
     def after_training_exp(self, strategy, **kwargs):
-        experience, path = strategy.experience, self.merge.path
+        merge = next(plugin for plugin in strategy.plugins if isinstance(plugin, BecameMergePlugin))
+        path = merge.last_merge
         if path is not None:
-            marks = {"batched": self.merge.merges[-1].coefficient}
+            marks = {"batched": merge.merges[-1].coefficient}
             for name, fisher in self.fishers(strategy, path.candidate).items():
-                precision = {key: fit(self.precision[name].get(key), value) for key, value in fisher.items()}
+                precision = {key: zero_padded(self.precision[name].get(key), value) for key, value in fisher.items()}
                 marks[name] = became(replace(path, fisher=fisher, precision=precision))
-            seen = experience.logging().origin_stream[: path.t]
-            self.scans.append(scan_path(strategy, self.merge, seen, n_samples=self.n_samples))
+            seen = strategy.experience.logging().origin_stream[: path.t]
+            self.scans.append(scan_path(strategy, merge, seen, n_samples=self.n_samples))
             self.marks.append(marks)
             print(path.t, marks, "least loss at", self.scans[-1].best, flush=True)
         for name, fisher in self.fishers(strategy, strategy.model.state_dict()).items():
@@ -90,14 +91,15 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=SMALL.recipe.epochs)
     parser.add_argument("--samples", type=int, default=500, help="per task, for the scan and the estimators")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=Path("runs/paths"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    preset = replace(SMALL, stream=partial(split_cifar100, 20), n_tasks=arguments.tasks)
-    preset = preset.scaled(epochs=arguments.epochs).at(arguments.data)
-    merge = BecameMergePlugin(keep_last_merge=True)
-    paths = Paths(merge, arguments.samples)
-    train(preset, "gpm", 0, plugins=[merge, paths])
+    benchmark = replace(SMALL, name="20-split-cifar100-cpu", stream=Stream(name="split-cifar100", n_tasks=20))
+    spec = benchmark.spec("gpm+became", n_tasks=arguments.tasks, max_epochs=arguments.epochs)
+    paths = Paths(arguments.samples)
+    session = Session(spec, data=arguments.data, plugins=[paths], keep="endpoints")
+    while not session.finished:
+        session.step()
     arguments.out.mkdir(parents=True, exist_ok=True)
     content = [{**asdict(scan), "estimates": marks} for scan, marks in zip(paths.scans, paths.marks, strict=True)]
     (arguments.out / "paths.json").write_text(json.dumps(content, indent=1) + "\n")

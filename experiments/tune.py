@@ -1,105 +1,147 @@
-"""Choose the learning rate and the strength of each method on the validation streams.
+"""Choose the learning rate and one hyperparameter of each method on the validation streams.
 
     python experiments/tune.py split-digits permuted-digits
     python experiments/tune.py split-digits --methods sgp,owm
     python experiments/tune.py 10-split-cifar100-cpu --methods ewc --data FOLDER
 
 All methods of a comparison share one learning rate: the one with the best mean validation accuracy over `gpm`,
-`gpm-2x` and `gpm+became`. With it, each method gets the strength with the best validation accuracy, alone, without a
-second stage: EWC and SI lambda, LwF alpha, patterns in memory of A-GEM per task and of replay in all; alpha of SGP,
-GPCNS and OWM, the trust threshold of TRGP, a of NSCL. Seeds are ones that no table uses. What was tried is recorded in
-experiments/tuning/<benchmark>.json, and what was chosen stands in became_avalanche/runs/presets.py. Memories are
-limited to the largest in the grid: more would always be better. With --methods, only their strengths are chosen, and
-what the record already has is not trained again. CIFAR-100 is tuned on its first three tasks.
+`gpm-2x` and `gpm+became`. With it, each method gets the hyperparameter with the best validation accuracy, alone,
+without a second stage. Seeds are ones that no table uses. Memories of samples are limited to the largest in the grid:
+more would always be better. CIFAR-100 is tuned on its first three tasks. With --methods, the learning rate is that of
+the catalogue.
+
+Runs are kept in runs/tuning, so that the same command resumes, and what was tried is written to
+runs/tuning/<benchmark>.json. What the values in became_avalanche/runs/catalogue.py were chosen from is kept in
+experiments/tuning. A setting with which a run diverged has no accuracy there (null) and is never chosen.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-from concurrent.futures import ProcessPoolExecutor
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-import torch
-
+from became_avalanche.files import suggestion, write_atomically
+from became_avalanche.results.metrics import METRICS
 from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
-from became_avalanche.runs.train import train
+from became_avalanche.runs.engines import Processes
+from became_avalanche.runs.method import Method
+from became_avalanche.runs.progress import Progress
+from became_avalanche.runs.session import Local
+from became_avalanche.runs.spec import RunSpec, SpecError
+from became_avalanche.runs.store import Store, StoreError
+from became_avalanche.runs.study import missing, records_of, status_of
 
 SEEDS = {"split-digits": (100, 101, 102), "permuted-digits": (100,), "10-split-cifar100-cpu": (100,)}
 """There are 36, 180 and 250 validation images per task."""
 TASKS = {"10-split-cifar100-cpu": 3}
 LEARNING_RATES = (0.03, 0.1, 0.3)
 JUDGES = ("gpm", "gpm-2x", "gpm+became")
-STRENGTHS = {
-    "ewc": (100, 1000, 10000, 100000),
-    "si": (10, 100, 1000, 10000),
-    "lwf": (0.3, 1, 3, 10),
-    "agem": (10, 20, 40),
-    "er": (50, 100, 200),
-    "sgp": (10, 1, 3, 30, 100),
-    "trgp": (0.5, 0.2, 0.8),
-    "gpcns": (5, 0.3, 1, 25, 100),
-    "nscl": (10, 1, 3, 100, 1000, 10000, 100000),
-    "owm": (1, 0.1, 10, 100, 1000),
+GRIDS: dict[str, tuple[str, Sequence[float]]] = {
+    "ewc": ("ewc_lambda", (100, 1000, 10000, 100000)),
+    "si": ("si_lambda", (10, 100, 1000, 10000)),
+    "lwf": ("alpha", (0.3, 1, 3, 10)),
+    "agem": ("patterns_per_experience", (10, 20, 40)),
+    "er": ("mem_size", (50, 100, 200)),
+    "sgp": ("alpha", (10, 1, 3, 30, 100)),
+    "trgp": ("trust_threshold", (0.5, 0.2, 0.8)),
+    "gpcns": ("alpha", (5, 0.3, 1, 25, 100)),
+    "nscl": ("a", (10, 1, 3, 100, 1000, 10000, 100000)),
+    "owm": ("alpha", (1, 0.1, 10, 100, 1000)),
 }
-"""The first of equals is chosen; of the projection methods that is the default."""
-CIFAR_STRENGTHS = {"ewc": (10, 100, 1000, 10000)}
+"""Method -> option and its values. The first of equals is chosen; for projection methods it is the default."""
+CIFAR_GRIDS: dict[str, tuple[str, Sequence[float]]] = {"ewc": ("ewc_lambda", (10, 100, 1000, 10000))}
 
 
-def validation_accuracy(
-    name: str, data: str | None, method: str, learning_rate: float, strength: float | None, seed: int
-) -> float:
-    torch.set_num_threads(1)
-    preset = BENCHMARKS[name].scaled(TASKS.get(name)).at(data)
-    lr_min = preset.recipe.lr_min * learning_rate / preset.recipe.learning_rate
-    recipe = replace(preset.recipe, learning_rate=learning_rate, lr_min=lr_min)
-    strengths = {} if strength is None else {method: strength}
-    try:
-        return train(replace(preset, recipe=recipe, strengths=strengths), method, seed).valid_acc
-    except ValueError:  # diverged: too strong a penalty for this learning rate
-        return 0.0
+def grids_of(benchmark: str) -> dict[str, tuple[str, Sequence[float]]]:
+    """The option of each method to tune on a benchmark, and its values."""
+    return CIFAR_GRIDS if benchmark in TASKS else GRIDS
 
 
-def tune(name: str, data: str | None, methods: list[str], pool: ProcessPoolExecutor) -> None:
-    path = Path(__file__).parent / "tuning" / f"{name}.json"
-    record = {"benchmark": name, "seeds": SEEDS[name], "strengths": {}}
-    if methods and path.exists():
-        record = json.loads(path.read_text())
+class Tuning:
+    """Trains candidates on one benchmark and compares them on validation data."""
 
-    def submit(method, rate, strength=None):
-        return [pool.submit(validation_accuracy, name, data, method, rate, strength, seed) for seed in SEEDS[name]]
+    def __init__(self, name: str, store: Store, local: Local, workers: int | None) -> None:
+        self.name, self.store, self.local, self.workers = name, store, local, workers
 
-    def chosen(candidates, known):
-        """The candidate with the best mean validation accuracy, and all of them."""
-        runs = {c: submit_all() for c, submit_all in candidates.items() if str(c) not in known}
-        scores = {c: known.get(str(c)) or round(mean(run.result() for run in runs[c]), 4) for c in candidates}
-        return {"chosen": max(scores, key=scores.get), "tried": {str(c): score for c, score in scores.items()}}
+    def specs(self, method: str, rate: float, options: dict[str, Any] | None = None) -> list[RunSpec]:
+        """The runs of a candidate, one per seed. Hyperparameters that are not given have the plugin's default."""
+        benchmark = BENCHMARKS[self.name]
+        recipe = benchmark.recipe
+        tried = replace(recipe, learning_rate=rate, lr_min=recipe.lr_min * rate / recipe.learning_rate)
+        tuned = replace(benchmark, recipe=tried, hyperparameters={})
+        chosen = Method.parse(method, options)
+        return [tuned.spec(chosen, seed, n_tasks=TASKS.get(self.name)) for seed in SEEDS[self.name]]
 
-    if not methods:
-        record["learning_rate"] = chosen(
-            {rate: lambda rate=rate: [run for m in JUDGES for run in submit(m, rate)] for rate in LEARNING_RATES}, {}
-        )
+    def choose(self, candidates: Mapping[float, list[RunSpec]]) -> dict[str, Any]:
+        """The candidate with the best mean validation accuracy, and the accuracy of all; None if a run diverged."""
+        self._train([spec for specs in candidates.values() for spec in specs])
+        tried: dict[float, float | None] = {}
+        for candidate, specs in candidates.items():
+            values = [METRICS["valid_acc"].of(record) for record in records_of(specs, self.store)]
+            measured = [value for value in values if value is not None]
+            tried[candidate] = round(mean(measured), 4) if len(measured) == len(specs) else None
+        scores = {candidate: score for candidate, score in tried.items() if score is not None}
+        if not scores:
+            raise SystemExit(f"{self.name}: all of {', '.join(map(str, candidates))} diverged; try other values")
+        return {"chosen": max(scores, key=scores.__getitem__), "tried": {str(c): score for c, score in tried.items()}}
+
+    def _train(self, specs: Sequence[RunSpec]) -> None:
+        """Train what is missing; a run that fails or cannot start ends the tuning with its message."""
+        wanted = missing(status_of(specs, self.store))
+        with Progress({spec.key(): spec for spec in wanted}, done=len(specs) - len(wanted)) as progress:
+            for outcome in Processes(self.workers).run(wanted, self.store, self.local, progress):
+                progress.finished(outcome.spec.key(), outcome.record, outcome.problem)
+                if outcome.record is None or outcome.record.status == "failed":
+                    problem = outcome.problem or (outcome.record and outcome.record.error)
+                    raise SystemExit(f"{outcome.spec.key()}: {problem}")
+
+
+def tune(tuning: Tuning, methods: Sequence[str]) -> None:
+    """Choose the learning rate and the hyperparameters of all methods, or the hyperparameters of ``methods`` only."""
+    name = tuning.name
+    record: dict[str, Any] = {"benchmark": name, "seeds": SEEDS[name], "hyperparameters": {}}
+    rate = BENCHMARKS[name].recipe.learning_rate
+    grids = grids_of(name)
+    if not methods and name not in TASKS:
+        judged = {rate: [spec for judge in JUDGES for spec in tuning.specs(judge, rate)] for rate in LEARNING_RATES}
+        record["learning_rate"] = tuning.choose(judged)
+        rate = record["learning_rate"]["chosen"]
         print(name, record["learning_rate"], flush=True)
-    rate = record["learning_rate"]["chosen"] if "learning_rate" in record else BENCHMARKS[name].recipe.learning_rate
-    grid = CIFAR_STRENGTHS if name in TASKS else STRENGTHS
-    for method in methods or grid:
-        record["strengths"][method] = chosen(
-            {strength: partial(submit, method, rate, strength) for strength in grid[method]},
-            record["strengths"].get(method, {}).get("tried", {}),
-        )
-        print(name, method, record["strengths"][method], flush=True)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(record, indent=2) + "\n")
+    for method in methods or grids:
+        option, values = grids[method]
+        chosen = tuning.choose({value: tuning.specs(method, rate, {option: value}) for value in values})
+        record["hyperparameters"][method] = chosen
+        print(name, method, option, chosen, flush=True)
+        write_atomically(tuning.store.root / f"{name}.json", json.dumps(record, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("benchmarks", nargs="*", default=[benchmark.name for benchmark in EMBEDDED])
+    parser.add_argument("--methods", type=lambda names: names.split(","), default=[])
+    parser.add_argument("--data", help="folder of data sets")
+    parser.add_argument("--workers", type=int, help="runs at a time; default: one per CPU")
+    parser.add_argument("--out", type=Path, default=Path("runs/tuning"), help="folder of runs")
+    arguments = parser.parse_args()
+    for name in arguments.benchmarks:
+        if name not in SEEDS:
+            parser.error(f"unknown benchmark {name!r}; {suggestion(name, SEEDS)}")
+        for method in set(arguments.methods) - grids_of(name).keys():
+            parser.error(f"there are no values of {method!r} to try on {name}; {suggestion(method, grids_of(name))}")
+    store, local = Store(arguments.out), Local(data=arguments.data)
+    try:
+        store.make_writable()
+        for name in arguments.benchmarks:
+            tune(Tuning(name, store, local, arguments.workers), arguments.methods)
+    except (SpecError, StoreError) as error:
+        sys.exit(f"tune: {error}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("benchmarks", nargs="*", default=[preset.name for preset in EMBEDDED])
-    parser.add_argument("--methods", type=lambda names: names.split(","), default=[])
-    parser.add_argument("--data", help="folder of data sets")
-    arguments = parser.parse_args()
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for benchmark in arguments.benchmarks:
-            tune(benchmark, arguments.data, arguments.methods, pool)
+    main()
