@@ -228,6 +228,7 @@ def _run_study(
     keep: Any,
 ) -> None:
     """Train what is missing and show the tables."""
+    chosen_engine = _engine(engine, workers, address)  # first: it may import torch in another process meanwhile
     from became_avalanche.runs.progress import Progress
     from became_avalanche.runs.session import Local
     from became_avalanche.runs.store import Store
@@ -246,11 +247,11 @@ def _run_study(
     outcomes: list[Outcome] = []
     try:
         with Progress({spec.key(): spec for spec in wanted}, done=len(specs) - len(wanted)) as progress:
-            for outcome in _engine(engine, workers, address).run(wanted, store, local, progress):
+            for outcome in chosen_engine.run(wanted, store, local, progress):
                 progress.finished(outcome.spec.key(), outcome.record, outcome.problem)
                 outcomes.append(outcome)
     except KeyboardInterrupt:
-        finished = len(specs) - len(wanted) + sum(outcome.record is not None for outcome in outcomes)
+        finished = len(specs) - len(wanted) + sum(bool(outcome.record and outcome.record.finished) for outcome in outcomes)
         click.echo(
             f"became: interrupted; {finished} of {len(specs)} runs are finished in {out}. Rerun the same command to "
             "resume.",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from became_avalanche.files import write_atomically
 from became_avalanche.results.record import Record, RecordError, parse_record
 from became_avalanche.runs.progress import Event, Report
 from became_avalanche.runs.spec import RunSpec, SpecError
@@ -22,6 +22,7 @@ from became_avalanche.runs.store import Store, StoreError
 
 if TYPE_CHECKING:
     from became_avalanche.runs.session import Local
+    from became_avalanche.runs.worker import Message
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,19 @@ class Engine(Protocol):
         ...
 
 
-def _run_one(spec: RunSpec, store: Store, local: Local, report: Report) -> Outcome:
-    from became_avalanche.runs.session import run
-
-    try:
-        return Outcome(spec, run(spec, store, local, report))
-    except (StoreError, RecordError, SpecError) as error:
-        return Outcome(spec, problem=str(error))
+def _outcome(spec: RunSpec, message: Message) -> Outcome:
+    kind, text = message
+    return Outcome(spec, parse_record(text)) if kind == "record" else Outcome(spec, problem=text)
 
 
 class Inline:
     """One run after the other in this process."""
 
     def run(self, specs: Sequence[RunSpec], store: Store, local: Local, report: Report) -> Iterator[Outcome]:
+        from became_avalanche.runs.worker import run_one
+
         for spec in specs:
-            yield _run_one(spec, store, local, report)
+            yield _outcome(spec, run_one(spec, store, local, report))
 
 
 # -------------------------------------------------------------------------------------------------- local processes
@@ -70,137 +69,132 @@ class Inline:
 class Processes:
     """Several runs at a time in local processes.
 
-    Each worker is an executor of its own with one process, so a worker that is killed fails one run and no other. Data
-    sets are read once, in this process, and shared with the workers.
+    A worker that is killed fails one run and no other. Data sets are read once, in this process, and shared with the
+    workers. If this process ends, the workers do, too.
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        """Init.
+        """Start to import torch and Avalanche for all workers, in a process from which they are forked later.
 
         :param workers: runs at a time; by default one per processor.
         """
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1; got {workers}")
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or _processors()
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["became_avalanche.runs.worker"])
+        with _interrupts_blocked():
+            forkserver.ensure_running()
 
     def run(self, specs: Sequence[RunSpec], store: Store, local: Local, report: Report) -> Iterator[Outcome]:
         waiting, n = list(specs), min(self.workers, len(specs))
         threads = max((spec.threads for spec in specs), default=1)
-        if n * threads > (os.cpu_count() or 1):
+        if n * threads > _processors():
             warnings.warn(
-                f"{n} workers with {threads} threads each share {os.cpu_count()} processors: use fewer of them",
+                f"{n} workers with {threads} threads each share {_processors()} processors; use fewer of them",
                 stacklevel=2,
             )
         data = _shared_data(specs, local)
-        slots = [_Slot(data) for _ in range(n)]
+        workers: list[_Worker] = []
         try:
-            while waiting or any(slot.spec for slot in slots):
-                for slot in slots:
-                    if slot.spec is None and waiting:
-                        slot.start(waiting.pop(0), store, local)
-                wait([slot.future for slot in slots if slot.future], timeout=0.1, return_when=FIRST_COMPLETED)
-                for slot in slots:
-                    slot.pass_on(report)
-                    if (outcome := slot.outcome()) is not None:
-                        slot.pass_on(report)
-                        yield outcome
+            while waiting or workers:
+                while waiting and len(workers) < n:
+                    workers.append(_Worker(self._context, data))
+                    workers[-1].start(waiting.pop(0), store, local)
+                ready = wait([worker.connection for worker in workers])
+                for worker in [worker for worker in workers if worker.connection in ready]:
+                    outcome = worker.receive(report)
+                    if outcome is None:
+                        continue
+                    if worker.alive and waiting:
+                        worker.start(waiting.pop(0), store, local)
+                    else:
+                        worker.stop()
+                        workers.remove(worker)
+                    yield outcome
         finally:
-            for slot in slots:
-                slot.stop()
+            for worker in workers:
+                worker.stop()
 
 
-class _Slot:
-    """One worker, and the run that it trains."""
+class _Worker:
+    """A worker process, and the run that it trains."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
+    def __init__(self, context: Any, data: Any) -> None:
         self.spec: RunSpec | None = None
-        self.future: Future[tuple[str, str]] | None = None
-        self._open()
-
-    def _open(self) -> None:
-        import torch.multiprocessing  # its pickler hands tensors over in shared memory
-
-        context = torch.multiprocessing.get_context("spawn")
-        self.events, sender = context.Pipe(duplex=False)
-        self.executor = ProcessPoolExecutor(1, context, initializer=_start_worker, initargs=(sender, self.data))
-        self.sender = sender  # kept open here, because the process starts with the first run
+        self.alive = True
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, data))
+        with _interrupts_blocked():
+            self.process.start()
+        theirs.close()
 
     def start(self, spec: RunSpec, store: Store, local: Local) -> None:
+        """Train a run."""
         self.spec = spec
-        self.future = self.executor.submit(_work, spec.model_dump(mode="json"), str(store.root), local)
+        with suppress(OSError):  # if the process is gone, ``receive`` says so
+            self.connection.send((spec.model_dump(mode="json"), str(store.root), local))
 
-    def pass_on(self, report: Report) -> None:
+    def receive(self, report: Report) -> Outcome | None:
+        """Wait for a message, and pass an event on or return the outcome of the run."""
+        assert self.spec is not None
         try:
-            while self.events.poll():
-                report(Event(**self.events.recv()))
+            message = self.connection.recv()
         except (EOFError, OSError):
-            pass
-
-    def outcome(self) -> Outcome | None:
-        if self.future is None or self.spec is None or not self.future.done():
-            return None
-        spec, future = self.spec, self.future
-        self.spec = self.future = None
-        try:
-            kind, text = future.result()
-        except BrokenProcessPool:
-            self.stop()
-            self._open()
+            self.alive = False
             problem = "its process was killed (out of memory?); rerun the same command to resume it"
-            return Outcome(spec, problem=problem)
-        return Outcome(spec, parse_record(text)) if kind == "record" else Outcome(spec, problem=text)
+            return Outcome(self.spec, problem=problem)
+        if message[0] == "event":
+            report(Event(**message[1]))
+            return None
+        spec, self.spec = self.spec, None
+        return _outcome(spec, message)
 
     def stop(self) -> None:
-        processes = list((self.executor._processes or {}).values())
-        for process in processes:
-            process.terminate()
-        self.executor.shutdown(wait=True, cancel_futures=True)
-        self.events.close()
-        self.sender.close()
+        """End the process. What it was training resumes at the last finished task."""
+        if self.spec is not None:
+            self.process.kill()
+        self.connection.close()
+        self.process.join()
+        self.process.close()
 
 
-_sender: Connection | None = None
+def _serve(*arguments: Any) -> None:
+    """In a worker. This module does not need torch, and what it imports here does."""
+    from became_avalanche.runs.worker import serve
+
+    serve(*arguments)
 
 
-def _start_worker(sender: Connection, data: Any) -> None:
-    """In a worker: the parent decides when it ends, and holds the data sets."""
-    global _sender
-    _sender = sender
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _quiet()
-    from became_avalanche.benchmarks.files import share_loaded
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A context in which processes are started that Ctrl-C does not reach: their parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    share_loaded(data)
 
-
-def _work(content: dict[str, Any], root: str, local: Local) -> tuple[str, str]:
-    """In a worker: train one run."""
-
-    def report(event: Event) -> None:
-        if _sender is not None:
-            _sender.send(vars(event))
-
-    outcome = _run_one(RunSpec.model_validate(content), Store(Path(root)), local, report)
-    if outcome.record is not None:
-        return "record", outcome.record.to_json()
-    return "problem", outcome.problem or ""
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shared_data(specs: Sequence[RunSpec], local: Local) -> Any:
-    """The data sets that the runs read, loaded in this process."""
+    """The data sets that the runs read, loaded in this process and held in memory that others can use."""
+    streams = {spec.stream.name: spec for spec in specs if spec.stream.reads_files and spec.device == "cpu"}
+    if not streams:
+        return {}
+    import torch.multiprocessing  # noqa: F401  # hands tensors over in shared memory
+
     from became_avalanche.benchmarks.files import loaded
     from became_avalanche.runs.session import open_stream
 
-    streams = {spec.stream.name: spec for spec in specs if spec.stream.reads_files and spec.device == "cpu"}
     for spec in streams.values():
-        open_stream(spec, local.data)
+        with suppress(SpecError):  # the run itself says what is wrong
+            open_stream(spec, local.data)
     return loaded()
-
-
-def _quiet() -> None:
-    """Silence Avalanche, which warns on import that GEM, which is not used here, lacks a solver."""
-    warnings.filterwarnings("ignore", message="no QP solver found")
 
 
 # --------------------------------------------------------------------------------------------------------------- Ray
@@ -212,6 +206,11 @@ class Ray:
     A run that loses its node is started again on another one and resumes from its checkpoint, if both see the same
     folder of runs. Where the driver does not see it, records are brought back to the driver's own folder.
     """
+
+    RETRIES = 3
+    """How often a run may lose its node."""
+    PATIENCE = 60.0
+    """Seconds to wait until the process of a lost node, which may still hold the run's lock, is gone."""
 
     def __init__(self, address: str | None = None, gpus_per_run: float = 1) -> None:
         """Init.
@@ -229,25 +228,28 @@ class Ray:
     def run(self, specs: Sequence[RunSpec], store: Store, local: Local, report: Report) -> Iterator[Outcome]:
         import ray
         from ray.util.queue import Queue
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         started = not ray.is_initialized()
         if started:
             path = os.pathsep.join(entry for entry in sys.path if entry)
             ray.init(self.address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
-        events = Queue()
-        work = ray.remote(max_retries=3)(_ray_work)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        events = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})  # no other node takes it along
+        work = ray.remote(max_retries=self.RETRIES)(_ray_work)
         root = str(store.root.resolve())
+        if local.data is not None:
+            local = replace(local, data=Path(local.data).resolve())
+        waiting: dict[Any, RunSpec] = {}
         try:
-            waiting = {
-                work.options(
-                    num_cpus=spec.threads, num_gpus=self.gpus_per_run if spec.device.startswith("cuda") else 0
-                ).remote(spec.model_dump(mode="json"), root, local, events): spec
-                for spec in specs
-            }
+            for spec in specs:
+                gpus = self.gpus_per_run if spec.device.startswith("cuda") else 0
+                task = work.options(num_cpus=spec.threads, num_gpus=gpus)
+                waiting[task.remote(spec.model_dump(mode="json"), root, local, events, self.PATIENCE)] = spec
             while waiting:
                 ready, _ = ray.wait(list(waiting), timeout=0.5)
-                while not events.empty():
-                    report(Event(**events.get()))
+                for event in events.get_nowait_batch(events.qsize()):
+                    report(Event(**event))
                 for reference in ready:
                     yield _ray_outcome(waiting.pop(reference), reference, store)
         finally:
@@ -258,30 +260,40 @@ class Ray:
                 ray.shutdown()
 
 
-def _ray_work(content: dict[str, Any], root: str, local: Local, events: Any) -> tuple[str, str]:
+def _ray_work(content: dict[str, Any], root: str, local: Local, events: Any, patience: float) -> Message:
     """On a node of the cluster: train one run."""
-    _quiet()
-    outcome = _run_one(
-        RunSpec.model_validate(content), Store(Path(root)), local, lambda event: events.put_nowait(vars(event))
-    )
-    if outcome.record is not None:
-        return "record", outcome.record.to_json()
-    return "problem", outcome.problem or ""
+    from became_avalanche.runs.worker import run_one
+
+    def report(event: Event) -> None:
+        with suppress(Exception):  # the driver is gone or busy, which is no reason to stop the run
+            events.put_nowait(vars(event))
+
+    return run_one(RunSpec.model_validate(content), Store(Path(root)), local, report, patience)
 
 
 def _ray_outcome(spec: RunSpec, reference: Any, store: Store) -> Outcome:
+    """The outcome of a run on the cluster, with its record in the driver's folder."""
     import ray
 
     try:
-        kind, text = ray.get(reference)
+        outcome = _outcome(spec, ray.get(reference))
     except ray.exceptions.RayError as error:
         return Outcome(spec, problem=f"lost on the cluster: {str(error).splitlines()[0]}")
-    if kind != "record":
-        return Outcome(spec, problem=text)
+    if outcome.record is not None:
+        try:
+            _bring_back(spec, outcome.record, store)
+        except (StoreError, RecordError, SpecError) as error:
+            return Outcome(spec, problem=f"it has run on the cluster, but its record cannot be kept: {error}")
+    return outcome
+
+
+def _bring_back(spec: RunSpec, record: Record, store: Store) -> None:
+    """Keep a record in the driver's folder, unless it is there because the node writes to the same folder."""
     folder = store.open(spec)
-    if not folder.record_path.exists():  # the node has a file system of its own
-        write_atomically(folder.record_path, text)
-    return Outcome(spec, parse_record(text))
+    if folder.record() != record:
+        with folder.locked():
+            folder.keep_spec(spec)
+            folder.save_record(record.model_copy(update={"key": folder.path.name}))
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"inline": Inline, "processes": Processes, "ray": Ray}

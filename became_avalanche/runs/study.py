@@ -170,10 +170,10 @@ def status_of(specs: Iterable[RunSpec], store: Store) -> list[RunStatus]:
 
 
 def _status(spec: RunSpec, store: Store) -> RunStatus:
-    folder = store.folder(spec)
     try:
+        folder = store.folder(spec)
         record = folder.record()
-    except RecordError as error:
+    except (RecordError, SpecError) as error:
         return RunStatus(spec, "unreadable", None, str(error))
     holder = folder.holder()
     if holder is not None:
@@ -181,7 +181,7 @@ def _status(spec: RunSpec, store: Store) -> RunStatus:
     if record is None:
         return RunStatus(spec, "interrupted" if folder.path.exists() else "missing", None, "")
     if record.status == "running":
-        resumes = any(folder.path.glob("checkpoint-*.safetensors"))
+        resumes = bool(folder.checkpoints())
         how = f"resumes after task {len(record.tasks)}" if resumes else "restarts from the first task"
         return RunStatus(spec, "interrupted", record, f"{_progress(spec, record)}, {how}")
     note = (record.error or "").strip().splitlines()[-1:] or [""]

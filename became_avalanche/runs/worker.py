@@ -1,0 +1,68 @@
+"""What runs in another process: one run after the other, reported to the process that asked for them.
+
+Engines preload this module where they can, so it imports all that a run needs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+with warnings.catch_warnings():
+    # Avalanche warns on import that GEM, which is not used here, lacks a solver.
+    warnings.filterwarnings("ignore", message="no QP solver found")
+    from became_avalanche.benchmarks.files import share_loaded
+    from became_avalanche.runs.session import run
+
+from became_avalanche.results.record import RecordError
+from became_avalanche.runs.spec import RunSpec, SpecError
+from became_avalanche.runs.store import Store, StoreError
+
+if TYPE_CHECKING:
+    from became_avalanche.runs.progress import Report
+    from became_avalanche.runs.session import Local
+
+Message = tuple[str, Any]
+"""``event`` and its fields, ``record`` and its text, or ``problem`` and what it is."""
+
+
+def run_one(spec: RunSpec, store: Store, local: Local, report: Report, patience: float = 1.0) -> Message:
+    """Bring a run to its end; returns its record, or the problem that kept it from running."""
+    try:
+        return "record", run(spec, store, local, report, patience).to_json()
+    except (StoreError, RecordError, SpecError) as error:
+        return "problem", str(error)
+    except Exception as error:  # a fault of ours, which is no reason to stop the other runs
+        return "problem", f"{type(error).__name__}: {error}"
+
+
+def serve(connection: Connection, data: Any) -> None:
+    """Train the runs that come through the connection until it is closed.
+
+    :param connection: takes a specification, the folder of runs and ``Local``; gives messages.
+    :param data: data sets that the parent has loaded.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    Thread(target=_end_with_parent, daemon=True).start()
+    share_loaded(data)
+    while True:
+        try:
+            content, root, local = connection.recv()
+        except EOFError:
+            return
+        spec = RunSpec.model_validate(content)
+        connection.send(run_one(spec, Store(Path(root)), local, lambda event: connection.send(("event", vars(event)))))
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone, whatever it is doing: files are written completely or not at all."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
