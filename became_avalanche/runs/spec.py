@@ -227,7 +227,7 @@ def _explained(model: type[BaseModel], problem: Any) -> str:
             place += f"[{part}]" if isinstance(part, int) else f".{part}"
     place = place.removeprefix(".")
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown field {place!r}; {suggestion(str(problem['loc'][-1]), _siblings(model, problem['loc']))}"
     if kind == "missing":
         return f"{place} is missing"
@@ -240,7 +240,7 @@ def _explained(model: type[BaseModel], problem: Any) -> str:
         return f"{place} must not be empty"
     if kind in ("model_type", "model_attributes_type", "dataclass_type", "dict_type"):
         message = "must be a table of fields"
-    message = message.replace("Input should", "must").replace("must be a valid", "must be a")
+    message = message.replace("Input should", "must").replace("a valid integer", "an integer").replace("valid ", "")
     return f"{place or 'it'} {message}; got {value!r}"
 
 

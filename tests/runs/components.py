@@ -1,0 +1,70 @@
+"""Streams, networks and plugins that specifications of the tests name by import path, and a benchmark of them."""
+
+import torch
+
+from became_avalanche import (
+    BecameMergePlugin,
+    Benchmark,
+    GPMPlugin,
+    Network,
+    NSCLRecipe,
+    Recipe,
+    Stream,
+    find_benchmark,
+    image_stream,
+)
+from became_avalanche.benchmarks.tensors import normalise
+from tests.helpers import blobs
+
+
+def tiny_blobs(seed, samples=30):
+    """Three tasks that a small network learns in a moment."""
+    return blobs(seed=seed, samples=samples)
+
+
+def images(n, size, classes, seed):
+    """Noise in which one channel tells the class."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(n) % classes
+    x = torch.randint(256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
+    x[:, 0, : size // 2] = (20 * y.reshape(-1, 1, 1)).to(torch.uint8)
+    return x, y
+
+
+def tiny_images(seed):
+    """Three tasks of images without validation data."""
+    tasks = [(x[:, :2], y) for x, y in (images(30, 6, 2, k + 10 * seed) for k in range(3))]
+    return image_stream(tasks, tasks, [normalise((0.5, 0.5), (0.2, 0.2))] * 3, seed, protocol="nscl")
+
+
+class OwnProjection(GPMPlugin):
+    """A projection that a user has written."""
+
+    def __init__(self, threshold=0.9):
+        super().__init__(threshold)
+
+
+class OwnMerge(BecameMergePlugin):
+    """A merge that a user has written, with an option more."""
+
+    def __init__(self, strength=1.0, **options):
+        super().__init__(**options)
+        self.strength = strength
+
+
+BLOBS = Benchmark(
+    name="blobs",
+    stream=Stream(name=tiny_blobs, n_tasks=3),
+    network=Network(name="tests.helpers:mlp"),
+    recipe=Recipe(learning_rate=0.1, batch_size=10, epochs=3, patience=1, factor=2, lr_min=0.05),
+    hyperparameters=find_benchmark("split-digits").hyperparameters,
+)
+"""Every method trains on it within a second."""
+
+IMAGES = Benchmark(
+    name="images",
+    stream=Stream(name=tiny_images, n_tasks=3),
+    network=Network(name="tests.helpers:convnet"),
+    recipe=NSCLRecipe(10, epochs=3, patience=1, plateaus=1),
+    hyperparameters={"nscl": {"a": 10}},
+)
