@@ -251,7 +251,8 @@ def _run_study(
                 progress.finished(outcome.spec.key(), outcome.record, outcome.problem)
                 outcomes.append(outcome)
     except KeyboardInterrupt:
-        finished = len(specs) - len(wanted) + sum(bool(outcome.record and outcome.record.finished) for outcome in outcomes)
+        ended = [outcome for outcome in outcomes if outcome.record is not None and outcome.record.finished]
+        finished = len(specs) - len(wanted) + len(ended)
         click.echo(
             f"became: interrupted; {finished} of {len(specs)} runs are finished in {out}. Rerun the same command to "
             "resume.",
