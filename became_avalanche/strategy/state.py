@@ -75,14 +75,16 @@ class StatefulPlugin(SupervisedPlugin):
 
 
 def _copied(state: Any) -> Any:
-    """New nested dictionaries with the same values."""
-    return {key: _copied(value) for key, value in state.items()} if isinstance(state, dict) else state
+    """New nested containers with the same values."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if isinstance(state, list | tuple) else state
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """All tensors in nested dictionaries."""
-    if isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, Tensor):
+    """All tensors in nested containers."""
+    if isinstance(state, Tensor):
         yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(value)

@@ -19,6 +19,7 @@ from became_avalanche import (
     PreviousFisherRule,
     SGPPlugin,
     StageAware,
+    StatefulPlugin,
     Suspendable,
     TrainingPlateauPlugin,
     TRGPPlugin,
@@ -104,6 +105,21 @@ def test_plugins_report_how_long_their_work_took():
     recorded = sum(record.seconds for record in merge.merges)  # the first task has a Fisher information and no merge
     assert merge.seconds["merge"] < recorded < merge.seconds["merge"] + merge.seconds["fisher"]
     assert "seconds" not in merge.state_dict()
+
+
+def test_a_state_may_hold_containers_of_every_kind():
+    class Mine(StatefulPlugin):
+        STATE = ("kept",)
+
+    plugin, twin = Mine(), Mine()
+    plugin.kept = [torch.zeros(2), (torch.zeros(3), {"a": [torch.zeros(4)]}), 1]
+    assert plugin.memory_bytes() == 4 * (2 + 3 + 4)
+    twin.load_state_dict(plugin.state_dict())
+    plugin.kept[1][1]["a"].append(2)
+    assert len(twin.kept[1][1]["a"]) == 1
+    assert isinstance(twin.kept[1], tuple)
+    with pytest.raises(ValueError, match=r"not the state of a Mine: it has the keys \['a'\] instead of \['kept'\]"):
+        twin.load_state_dict({"a": 1})
 
 
 @pytest.mark.parametrize("plateau", [PlateauPlugin(), TrainingPlateauPlugin()])
