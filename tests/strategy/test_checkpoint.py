@@ -140,12 +140,7 @@ CASES = {
     "step": (momentum, schedule(lambda o: StepLR(o, 3, 0.5))),
     "milestones": (sgd, schedule(lambda o: MultiStepLR(o, [1, 3, 5]))),
     "sequential": (sgd, schedule(sequential)),
-    "on plateau": (
-        sgd,
-        schedule(
-            lambda o: ReduceLROnPlateau(o, patience=0), metric="train_loss", reset_scheduler=False, reset_lr=False
-        ),
-    ),
+    "on plateau": (sgd, schedule(lambda o: ReduceLROnPlateau(o, patience=0), metric="train_loss")),
     "ewc": (sgd, plugins(lambda: EWCPlugin(1.0))),
     "online ewc": (momentum, plugins(lambda: EWCPlugin(1.0, mode="online", decay_factor=0.9))),
     "si": (momentum, plugins(lambda: Copying(1.0))),
