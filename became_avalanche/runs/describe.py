@@ -70,7 +70,7 @@ def describe_source(source: Source, root: Path) -> str:
     try:
         images = source.check(place)
     except ValueError as error:
-        return f"{source.name}: damaged\n  {error}"
+        return f"{source.name}: incomplete or corrupt\n  {error}"
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     return f"{source.name}: found\n  {place}, {size / 1e6:.0f} MB, {images} training images"
 
@@ -84,4 +84,4 @@ def _network(benchmark: Benchmark) -> str:
 
 
 def _values(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items())
+    return ", ".join(f"{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in options.items())
