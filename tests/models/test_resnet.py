@@ -127,8 +127,8 @@ def memory():
 
 
 @pytest.fixture(scope="module")
-def record(memory):
-    return json.loads(memory.RESULTS.read_text())
+def record():
+    return json.loads((ROOT / "experiments" / "results" / "memory.json").read_text())
 
 
 def test_table_in_the_docs_is_that_of_the_recorded_results(memory, record):

@@ -1,14 +1,13 @@
-"""Records for tests: made up, or converted from the committed results of version 0.1."""
+"""Made-up records for tests, and runs of version 0.1."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 
-from became_avalanche.results.record import MergeRecord, Record, References, StageRecord, TaskRecord, parse_record
+from became_avalanche.results.record import MergeRecord, Record, References, StageRecord, TaskRecord
+from tests import oracles
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = sorted(path.parent for path in (ROOT / "experiments" / "results").glob("*/results.json"))
 
 
 def make_spec(method, seed, n_tasks=3, **changes):
@@ -86,23 +85,19 @@ def _merge(t):
     )
 
 
-def old_runs(folder):
-    """The runs of version 0.1 in a folder, with the specification, key and references that version 0.1 did not keep."""
-    for run in json.loads((folder / "results.json").read_text())["runs"]:
-        tasks, seed = len(run["accuracy"]), run["seed"]
-        baseline, control = references_of(run["method"])
-        yield {
-            "schema_version": 0,
-            "key": keyed(run["method"], seed),
-            "spec": make_spec(run["method"], seed, tasks, benchmark=run["benchmark"]),
-            "label": run["method"],
-            "references": {"baseline": keyed(baseline, seed), "control": keyed(control, seed)},
-            **run,
-        }
-
-
-def converted(folder):
-    """The records of the runs in a folder, in the order of its table."""
-    records = {record.key: record for record in (parse_record(json.dumps(run)) for run in old_runs(folder))}
-    labels = [line.split(",")[0] for line in (folder / "table.csv").read_text().splitlines()[1:]]
-    return [record for label in labels for record in records.values() if record.label == label]
+def old_run(method, seed=0):
+    """A run of version 0.1, with what the migration needs beside it: specification, key, label and references."""
+    record, matrix = made_up(method, seed), matrix_of(method, seed)
+    kept = record.model_dump(include={"key", "spec", "method", "label", "references", "merges"})
+    return {
+        **kept,
+        "schema_version": 0,
+        "benchmark": record.benchmark,
+        "seed": seed,
+        "accuracy": measured(matrix),
+        "acc": oracles.acc(matrix),
+        "bwt": None if method == "joint" else oracles.bwt(matrix),
+        "valid_acc": 0.9,
+        "epochs": [[stage.epochs for stage in task.stages] for task in record.tasks],
+        "seconds": 1.5,
+    }

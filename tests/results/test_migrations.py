@@ -5,32 +5,28 @@ import pytest
 from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.migrations import MIGRATIONS
 from became_avalanche.results.record import SCHEMA, RecordError, parse_record
-from tests.results.records import FOLDERS, old_runs
+from tests.results.records import old_run
 
 
 def test_every_older_version_has_a_migration():
     assert sorted(MIGRATIONS) == list(range(SCHEMA))
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_nothing_of_a_committed_run_is_lost(folder):
-    for old in old_runs(folder):
-        record = parse_record(json.dumps(old))
-        assert (record.benchmark, record.method, record.seed) == (old["benchmark"], old["method"], old["seed"])
-        assert (record.key, record.label, record.spec) == (old["key"], old["label"], old["spec"])
-        assert record.references.model_dump() == old["references"]
-        assert record.status == "done"
-        assert record.accuracy == {"test": old["accuracy"]}
-        assert [[stage.epochs for stage in task.stages] for task in record.tasks] == old["epochs"]
-        assert [merge.model_dump() for merge in record.merges] == old["merges"]
-        for name in ("acc", "bwt", "valid_acc", "seconds"):
-            value = METRICS[name].of(record)
-            assert value == old[name] or value == pytest.approx(old[name], rel=0, abs=1e-12), name
-        assert parse_record(record.to_json()) == record
-
-
-def first_run():
-    return next(old_runs(FOLDERS[0]))
+@pytest.mark.parametrize("method", ["finetune", "gpm+became", "joint"])
+def test_nothing_of_a_run_is_lost(method):
+    old = old_run(method)
+    record = parse_record(json.dumps(old))
+    assert (record.benchmark, record.method, record.seed) == (old["benchmark"], old["method"], old["seed"])
+    assert (record.key, record.label, record.spec) == (old["key"], old["label"], old["spec"])
+    assert record.references.model_dump() == old["references"]
+    assert record.status == "done"
+    assert record.accuracy == {"test": old["accuracy"]}
+    assert [[stage.epochs for stage in task.stages] for task in record.tasks] == old["epochs"]
+    assert [merge.model_dump() for merge in record.merges] == old["merges"]
+    for name in ("acc", "bwt", "valid_acc", "seconds"):
+        value = METRICS[name].of(record)
+        assert value == old[name] or value == pytest.approx(old[name], rel=0, abs=1e-12), name
+    assert parse_record(record.to_json()) == record
 
 
 @pytest.mark.parametrize(
@@ -47,12 +43,12 @@ def first_run():
 )
 def test_a_run_that_contradicts_itself_is_refused(changes, message):
     with pytest.raises(RecordError, match=r"^run\.json is corrupt: ") as error:
-        parse_record(json.dumps({**first_run(), **changes}), "run.json")
+        parse_record(json.dumps({**old_run("gpm"), **changes}), "run.json")
     assert message in str(error.value)
 
 
 def test_a_run_without_its_spec_is_refused():
-    run = first_run()
+    run = old_run("gpm")
     del run["spec"]
     with pytest.raises(RecordError, match="it has no 'spec'"):
         parse_record(json.dumps(run))
@@ -60,4 +56,4 @@ def test_a_run_without_its_spec_is_refused():
 
 def test_an_unknown_older_version_is_refused():
     with pytest.raises(RecordError, match="schema version -1, which is not known"):
-        parse_record(json.dumps({**first_run(), "schema_version": -1}))
+        parse_record(json.dumps({**old_run("gpm"), "schema_version": -1}))

@@ -7,10 +7,9 @@ import pytest
 from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.tables import budget, gains, gains_over, in_order, table, text_gains
 from tests import oracles
-from tests.results.records import FOLDERS, ROOT, converted, made_up, make_spec, matrix_of
+from tests.results.records import made_up, make_spec, matrix_of
 
 METHODS = ["finetune", "gpm", "gpm-2x", "gpm+became", "joint"]
-PAGES = {"": "README.md", "-family": "docs/methods.md", "-rules": "docs/merging.md"}
 
 
 @pytest.fixture
@@ -25,23 +24,6 @@ def changed(records, key, **changes):
 
 def accs(method, seeds=range(3)):
     return np.array([oracles.acc(matrix_of(method, seed)) for seed in seeds])
-
-
-def page_of(folder):
-    suffix = folder.name.partition("-digits")[2]
-    return (ROOT / (PAGES[suffix] if "-digits" in folder.name else "docs/benchmarks.md")).read_text()
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_committed_tables_are_made_from_the_records(folder):
-    records = converted(folder)
-    content = page_of(folder)
-    result = table(records)
-    assert result.text() in content
-    assert text_gains(gains(records), interval=False) in content
-    lines = [line.rsplit(",", 2) for line in result.csv().splitlines()]
-    assert "\n".join(line[0] for line in lines) + "\n" == (folder / "table.csv").read_text()
-    assert {line[2] for line in lines[1:]} == {"0"}
 
 
 def test_rows_are_means_over_seeds(records):
