@@ -1,0 +1,97 @@
+import re
+
+import pytest
+
+from became_avalanche.results.record import read_record
+from became_avalanche.runs.spec import read_spec
+from experiments import tables
+from experiments.tables import PAGES, ROOT, RUNS, STUDIES, records_in, rewritten
+
+
+@pytest.fixture(scope="module")
+def studies():
+    return {study: records_in(study) for study in STUDIES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_records(page):
+    assert rewritten(page.read_text()) == page.read_text()
+
+
+def test_a_table_that_was_changed_by_hand_is_written_anew():
+    page = (ROOT / "README.md").read_text()
+    assert rewritten(page.replace("91.47 ± 0.39", "99.99 ± 0.01")) == page
+
+
+def test_a_misspelt_kind_of_table_is_an_error():
+    with pytest.raises(ValueError, match="unknown kind of table 'tables'; did you mean 'table'"):
+        rewritten("<!-- tables: experiments/studies/split-digits.toml -->\n<!-- end -->")
+
+
+def test_every_study_has_a_table_and_a_figure_and_every_mark_has_its_end():
+    marks = [mark for page in PAGES for mark in tables.MARKED.finditer(page.read_text())]
+    sources = [mark["source"] for mark in marks]
+    assert {str(study.relative_to(ROOT)) for study in STUDIES} <= set(sources)
+    assert sum(len(re.findall(r"<!-- \w+: ", page.read_text())) for page in PAGES) == len(marks)
+    assert {path.stem for path in tables.FIGURES.iterdir()} == {study.stem for study in STUDIES}
+    for page in PAGES:
+        for figure in re.findall(r"\]\(([^)]*\.png)\)", page.read_text()):
+            assert (page.parent / figure).is_file(), figure
+
+
+@pytest.mark.parametrize("state", ["missing", "failed"])
+def test_a_study_that_is_incomplete_is_an_error(state, tmp_path, monkeypatch):
+    study = tmp_path / "tiny.toml"
+    study.write_text('benchmarks = ["split-digits"]\nmethods = ["gpm"]\n')
+    spec, record = next((spec, RUNS.find(spec)) for spec in tables.Study.read(study).specs())
+    monkeypatch.setattr(tables, "RUNS", tables.Store(tmp_path))
+    if state == "failed":
+        folder = tables.RUNS.open(spec)
+        folder.save_record(record.model_copy(update={"status": "failed", "error": "no more disk"}))
+    with pytest.raises(ValueError, match=rf"tiny.toml is incomplete: split-digits.gpm.seed0.* is {state}"):
+        records_in(study)
+
+
+def test_a_figure_is_drawn_for_each_study(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "FIGURES", tmp_path)
+    study = ROOT / "experiments" / "studies" / "10-split-cifar100-cpu-gpm.toml"
+    tables.draw(study)
+    assert (tmp_path / f"{study.stem}.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ----------------------------------------------------------------------------------------------- committed records
+
+
+def test_each_run_has_the_folder_that_its_specification_names():
+    folders = sorted(RUNS.root.iterdir())
+    assert len(folders) > 400
+    for folder in folders:
+        record, spec = read_record(folder / "record.json"), read_spec(folder / "spec.json")
+        assert (folder.name, record.key) == (spec.key(), spec.key())
+        assert record.spec == spec.completed().model_dump(mode="json")
+        assert record.references == spec.references
+        assert (record.method, record.status) == (spec.method.name, "done")
+        assert {path.name for path in folder.iterdir()} == {"record.json", "spec.json"}
+
+
+def test_each_run_is_committed_once_and_used(studies):
+    used = {record.key for records in studies.values() for record in records}
+    assert used == {folder.name for folder in RUNS.root.iterdir()}
+    assert sum(map(len, studies.values())) > len(used)
+
+
+def test_a_gain_is_over_runs_that_are_there(studies):
+    for records in studies.values():
+        keys = {record.key for record in records}
+        for record in records:
+            references = set(record.references.model_dump().values()) - {None}
+            assert references <= keys, record.key
+
+
+def test_no_command_in_the_docs_writes_into_committed_results():
+    for page in PAGES:
+        assert not re.search(r"--out[ =]\S*experiments", page.read_text()), page
+
+
+def test_nothing_of_the_old_format_is_left():
+    assert not [path for name in ("results.json", "table.csv") for path in (ROOT / "experiments").rglob(name)]
