@@ -59,10 +59,15 @@ def execution(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(package_name="became-avalanche")
-def became() -> None:
+@click.pass_context
+def became(context: click.Context) -> None:
     """Continual learning with gradient projection and Bayesian model merging."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @became.command()

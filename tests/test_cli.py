@@ -1,109 +1,268 @@
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+
+from became_avalanche import DivergenceError
+from became_avalanche.cli import main
+from became_avalanche.results.record import read_records
+from became_avalanche.runs import catalogue
+from became_avalanche.runs.session import Session
+from tests.runs.components import BLOBS
 
 BECAME = [sys.executable, "-c", "from became_avalanche.cli import main; main()"]
 
 
-def run(*arguments, **kwargs):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    return subprocess.run([*BECAME, *arguments], capture_output=True, text=True, env=environment, **kwargs)
+@pytest.fixture
+def became(monkeypatch, capsys, tmp_path):
+    """Call the command in this process, in an empty folder; returns exit code, standard output and standard error."""
+    monkeypatch.setitem(catalogue.BENCHMARKS, "blobs", BLOBS)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["became", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(
+        'benchmarks = ["blobs"]\nseeds = 2\nn_tasks = 2\nmax_epochs = 1\n'
+        'methods = ["gpm+became", {name = "sgp", label = "SGP, weaker", options = {alpha = 3}}, "gpm"]'
+    )
+    return str(path)
+
+
+def compare(became, methods, *arguments):
+    return became("compare", "--benchmark", "blobs", "--methods", methods, "--seeds", "1", "--epochs", "1", *arguments)
 
 
 def test_help_is_quick_because_torch_is_not_imported():
-    code = "import sys, became_avalanche.cli; print('torch' in sys.modules, 'avalanche' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
-    result = run("compare", "--help")
-    assert result.returncode == 0
-    for option in (
-        "--benchmark",
-        "--methods",
-        "--seeds",
-        "--out",
-        "--wandb",
-        "--tasks",
-        "--epochs",
-        "--data",
-        "--device",
-    ):
-        assert option in result.stdout
+    code = "import sys, became_avalanche.cli as c; c.became(['compare', '-h'], standalone_mode=False)"
+    code += "; print('torch' in sys.modules, 'avalanche' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "False False"
+    options = ("benchmark", "methods", "tasks", "epochs", "device", "threads", "seeds")
+    shared = ("data", "out", "engine", "workers", "address", "wandb", "keep")
+    assert all(f"--{option}" in run.stdout for option in (*options, *shared))
+
+
+def test_without_a_command_there_is_help(became):
+    code, out, err = became()
+    assert (code, err) == (0, "")
+    assert all(command in out for command in ("compare", "study", "status", "presets", "data"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "gpm,ewk"], "unknown method 'ewk'; did you mean 'ewc'?"),
-        (["--methods", ","], "--methods names no method"),
-        (["--benchmark", "split-digts"], "unknown benchmark 'split-digts'; did you mean 'split-digits'?"),
-        (["--seeds", "0"], "'--seeds'"),
-        (["--seeds", "many"], "'--seeds'"),
-        (["--out", "file/below"], "cannot write to file/below"),
-        (["--tasks", "6"], "split-digits has 5 tasks: choose between 1 and 5, not 6"),
-        (["--device", "nowhere"], "cannot train on --device nowhere"),
-        (["--epochs", "0"], "a stage has at least 1 epoch; got 0"),
-        (["--benchmark", "20-split-miniimagenet", "--data", "here"], "so that here/miniimagenet is there"),
-        (["--colour", "red"], "No such option"),
+        ("compare --methods gpm,ewk", "methods[1]: unknown method 'ewk'; did you mean 'ewc'?"),
+        ("compare --methods GPM", "methods[0]: unknown method 'GPM'; did you mean 'gpm'?"),
+        ("compare --methods ,", "--methods names no method"),
+        ("compare --methods=", "--methods names no method"),
+        ("compare --methods foo:Bar", "cannot import the plugin 'foo:Bar': No module named 'foo'"),
+        ("compare --methods tests.helpers:mlp", "tests.helpers:mlp makes a Network, which is not a SupervisedPlugin"),
+        ("compare --benchmark blob", "benchmarks: unknown benchmark 'blob'; did you mean 'blobs'?"),
+        ("compare --seeds 0", "'--seeds'"),
+        ("compare --seeds many", "'--seeds'"),
+        ("compare --out small.toml/below", "cannot write to small.toml/below: Not a directory; choose another folder"),
+        ("compare --tasks 6", "split-digits: n_tasks must be at most 5, the tasks of the stream; got 6"),
+        ("compare --epochs 0", "'--epochs'"),
+        ("compare --device nowhere", "cannot train on --device nowhere"),
+        ("compare --workers 2", "--workers needs --engine processes"),
+        ("compare --address auto", "--address needs --engine ray"),
+        ("compare --engine slow", "'--engine'"),
+        ("compare --benchmark 20-split-miniimagenet --data here", "so that here/miniimagenet is there"),
+        ("compare --colour red", "No such option"),
+        ("study nowhere.toml", "'nowhere.toml' does not exist"),
+        ("study wrong.toml", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
+        ("study wrong.toml --dry-run", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
+        ("status wrong.toml", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
+        ("study options.toml", "blobs, gpm: gpm has no option 'alpha' (given 1); choose one of: threshold"),
+        ("study options.toml --dry-run", "blobs, gpm: gpm has no option 'alpha' (given 1); choose one of: threshold"),
+        ("presets 6-datasets", "unknown benchmark '6-datasets'; did you mean '5-datasets'?"),
+        ("campare", "No such command 'campare'"),
     ],
 )
-def test_user_errors_are_one_line_and_code_2(tmp_path, arguments, message):
-    (tmp_path / "file").write_text("in the way")
-    result = run("compare", *arguments, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert message in result.stderr
+def test_user_errors_are_one_line_and_code_2(became, file, tmp_path, arguments, message):
+    (tmp_path / "wrong.toml").write_text('benchmarks = ["blobs"]\nmethods = ["gpm"]\nmethod = 1')
+    options = 'benchmarks = ["blobs"]\nmethods = [{name = "gpm", options = {alpha = 1}}]'
+    (tmp_path / "options.toml").write_text(options)
+    code, out, err = became(*arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("became: ")
+    assert len(err.splitlines()) == 1
+    assert message in err
+    assert not list(tmp_path.glob("runs/*"))
 
 
-def test_comparison_of_two_methods(tmp_path):
-    result = run("compare", "--methods", "gpm,gpm+became", "--seeds", "1", "--out", "out", "--wandb", "x", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"^gpm, seed 0: ACC \d\d\.\d\d %, .*1 of 2 runs", result.stderr, re.M)
-    assert re.search(r"^gpm\+became +\d\d\.\d\d +[+-]\d+\.\d\d +\d+ +\d+\.\d$", result.stdout, re.M)
-    assert re.search(r"^gpm\+became over gpm: [+-]\d+\.\d\d points of ACC$", result.stdout, re.M)
-    for name in ("results.json", "table.csv", "comparison.png"):
-        assert str(Path("out") / name) in result.stdout
-        assert (tmp_path / "out" / name).stat().st_size > 0
-    assert "Warning" not in result.stderr
+def test_an_error_of_ours_is_not_hidden(became, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("became_avalanche.runs.study.Study.specs", fail)
+    with pytest.raises(ZeroDivisionError):
+        compare(became, "gpm")
 
 
-def test_a_scaled_comparison_says_so(tmp_path):
-    result = run("compare", "--methods", "gpm", "--seeds", "1", "--tasks", "2", "--epochs", "3", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (
-        "split-digits, scaled down to 2 of 5 tasks, at most 3 instead of 50 epochs a stage, one seed" in result.stdout
-    )
-    kept = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())
-    assert kept["settings"]["budget"] == "2 of 5 tasks, at most 3 instead of 50 epochs a stage"
+def test_comparison(became, tmp_path):
+    code, out, err = compare(became, "finetune,gpm+became,gpm", "--tasks", "2")
+    assert code == 0
+    where = r"gpm\+became, seed 0, task 2 of 2, stage"
+    assert re.search(rf"^{where} 1: 1 epoch, \d+\.\d s \(about \d+ s left\)$", err, re.M)
+    assert re.search(rf"^{where} 2: 1 epoch, accuracy \d+\.\d\d %, \d+\.\d s \(about \d+ s left\)$", err, re.M)
+    ends = re.findall(r"^(\S+), seed 0: done, ACC \d+\.\d\d %, BWT -?\d+\.\d\d % \((\d) of 3 runs\)$", err, re.M)
+    assert ends == [("gpm", "1"), ("gpm+became", "2"), ("finetune", "3")]
+    assert len(err.splitlines()) == 2 + 3 + 2 + 3
+    assert "blobs (2 of 3 tasks, at most 1 epoch per stage), one seed\n" in out
+    rows = re.findall(r"^(\S+) +\d+\.\d\d +[+-]\d+\.\d\d +\d+ +\d+\.\d$", out, re.M)
+    assert rows == ["finetune", "gpm+became", "gpm"]
+    assert re.search(r"^gpm\+became over gpm: [+-]\d+\.\d\d points of ACC$", out, re.M)
+    assert "untuned" not in out
+    for name in ("table.csv", "comparison.png"):
+        assert os.path.join("runs", name) in out
+        assert (tmp_path / "runs" / name).stat().st_size > 0
+    assert {record.method for record in read_records(tmp_path / "runs")} == {"finetune", "gpm", "gpm+became"}
 
 
-def test_presets_and_data_are_listed(tmp_path):
-    listed = run("presets")
-    assert listed.returncode == 0, listed.stderr
-    assert "20-split-miniimagenet" in listed.stdout
-    shown = run("presets", "5-datasets")
-    assert "gpm: threshold 0.965" in shown.stdout
-    unknown = run("presets", "6-datasets")
-    assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert "did you mean '5-datasets'?" in unknown.stderr
+def test_finished_runs_are_used_again(became, monkeypatch, tmp_path):
+    first = compare(became, "gpm,gpm+became")
+    kept = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("record.json")}
+    again = compare(became, "gpm,gpm+became")
+    assert (again[1], again[2]) == (first[1], "")
+    trained = []
+    step = Session.step
+    monkeypatch.setattr(Session, "step", lambda self: (trained.append(self.spec.method.name), step(self)))
+    code, _, err = compare(became, "sgp,gpm")
+    assert code == 0
+    assert set(trained) == {"sgp"}
+    assert "(2 of 2 runs)" in err
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_the_same_method_by_two_names_is_one_row(became):
+    code, out, _ = compare(became, "connector-2x,nscl-2x", "--tasks", "1")
+    assert code == 0
+    assert len(re.findall(r"^nscl-2x ", out, re.M)) == 1
+
+
+def test_hyperparameters_that_were_not_tuned_are_named(became, monkeypatch):
+    untuned = catalogue.replace(BLOBS, untuned=frozenset({"ewc", "er", "owm"}))
+    monkeypatch.setitem(catalogue.BENCHMARKS, "blobs", untuned)
+    _, out, _ = compare(became, "gpm,ewc,owm", "--tasks", "1")
+    assert "\nHyperparameters that are untuned defaults on this benchmark: ewc, owm\n" in out
+
+
+def test_study_dry_run_and_status(became, file, tmp_path):
+    code, out, _ = became("study", file, "--dry-run")
+    assert code == 0
+    assert out.splitlines()[0] == "blobs, gpm, seed 0: no estimate"
+    assert out.splitlines()[-1] == "6 of 6 runs to train"
+    assert became("status", file)[1].splitlines()[-1] == "6 runs: 6 missing"
+    assert not (tmp_path / "runs").exists()
+
+    assert compare(became, "gpm", "--tasks", "2")[0] == 0
+    _, out, _ = became("study", file, "--dry-run")
+    lines = out.splitlines()
+    assert lines[0] == "blobs, gpm+became, seed 0: no estimate"
+    assert re.fullmatch(r"blobs, SGP, weaker, seed 0: about \d+ s", lines[1])
+    assert re.fullmatch(r"5 of 6 runs to train, about \d+ s and 2 runs without estimate", lines[-1])
+
+    code, out, _ = became("study", file)
+    assert code == 0
+    rows = re.findall(r"^(.+?)  +\d+\.\d\d ± ", out, re.M)
+    assert rows == ["gpm+became", "SGP, weaker", "gpm"]
+    assert "2 seeds, mean ± standard deviation" in out
+    assert {"small-table.csv", "small-comparison.png"} <= {path.name for path in (tmp_path / "runs").iterdir()}
+    assert became("study", file, "--dry-run")[1] == "0 of 6 runs to train\n"
+    _, out, _ = became("status", file)
+    assert out.splitlines()[0] == "done         blobs, gpm, seed 0"
+    assert out.splitlines()[-1] == "6 runs: 6 done"
+
+
+def failing(name, error):
+    """A step of a session that raises an error in the runs of one method."""
+    step = Session.step
+
+    def fail(self):
+        if self.spec.method.name == name:
+            raise error
+        step(self)
+
+    return fail
+
+
+def test_one_failure_does_not_stop_the_others(became, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "step", failing("gpm", ValueError("no reason")))
+        code, out, err = compare(became, "gpm,sgp")
+    assert code == 1
+    assert "gpm, seed 0: failed: ValueError: no reason (1 of 2 runs)\n" in err
+    assert err.endswith("\nSome runs failed. Rerun the same command to try them again.\n")
+    assert re.search(r"^sgp +\d", out, re.M)
+    code, _, err = compare(became, "gpm,sgp")
+    assert code == 0
+    assert "sgp" not in err
+
+
+def test_divergence_is_a_result(became, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "step", failing("gpm", DivergenceError("the loss is nan")))
+        code, out, err = compare(became, "gpm,sgp")
+    assert code == 0
+    assert re.search(r"^gpm, seed 0: diverged: DivergenceError: the loss is nan.* \(1 of 2 runs\)$", err, re.M)
+    assert "gpm: 1 of 1 run diverged" in out
+    assert compare(became, "gpm,sgp")[2] == ""
+
+
+def test_a_run_that_cannot_be_read_is_left_alone(became, tmp_path):
+    compare(became, "gpm")
+    (path,) = (tmp_path / "runs").glob("*/record.json")
+    path.write_text("{")
+    code, out, err = compare(became, "gpm,sgp")
+    assert (code, path.read_text()) == (0, "{")
+    assert re.search(r"^became: .*record\.json is corrupt: .*; this run is left alone$", err, re.M)
+    assert not re.search(r"^gpm ", out, re.M)
+
+
+def test_an_interrupt_says_how_to_resume(became, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "step", failing("sgp", KeyboardInterrupt()))
+        code, out, err = compare(became, "gpm,sgp,trgp")
+    assert (code, out) == (130, "")
+    assert err.endswith("became: interrupted; 1 of 3 runs are finished in runs. Rerun the same command to resume.\n")
+    code, out, err = compare(became, "gpm,sgp,trgp")
+    assert code == 0
+    assert "gpm, seed" not in err
+    assert "(3 of 3 runs)" in err
+
+
+def test_presets_and_data_are_listed(became, tmp_path):
+    code, out, err = became("presets")
+    assert (code, err) == (0, "")
+    assert "20-split-miniimagenet" in out
+    assert "gpm: threshold 0.965" in became("presets", "5-datasets")[1]
     (tmp_path / "tiny-imagenet-200").mkdir()
-    data = run("data", "--data", str(tmp_path))
-    assert data.returncode == 0, data.stderr
-    assert "CIFAR-100: missing\n" in data.stdout
-    assert f"TinyImageNet: damaged\n  {tmp_path}" in data.stdout
-    assert data.stderr == ""
+    code, out, err = became("data", "--data", str(tmp_path))
+    assert (code, err) == (0, "")
+    assert "CIFAR-100: missing\n" in out
+    assert f"TinyImageNet: incomplete or corrupt\n  {tmp_path}" in out
 
 
-def test_interrupt_keeps_what_is_finished_and_says_where(tmp_path):
+def test_a_real_process_is_interrupted_and_resumed(tmp_path):
+    command = [*BECAME, "compare", "--methods", "finetune,gpm", "--seeds", "1", "--tasks", "2", "--epochs", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*BECAME, "compare", "--methods", "finetune,gpm", "--seeds", "50"],
+        [*command, "--seeds", "50"],
         cwd=tmp_path,
         env=environment,
         text=True,
@@ -111,9 +270,8 @@ def test_interrupt_keeps_what_is_finished_and_says_where(tmp_path):
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs are started without it
     )
-    results = tmp_path / "runs" / "compare" / "results.json"
     deadline = time.monotonic() + 300
-    while not results.exists() and time.monotonic() < deadline:
+    while not list(tmp_path.glob("runs/*/record.json")) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     try:
@@ -121,6 +279,10 @@ def test_interrupt_keeps_what_is_finished_and_says_where(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert re.search(r"became: interrupted; \d+ finished runs are in runs/compare/results\.json", stderr)
+    message = r"became: interrupted; \d+ of 100 runs are finished in runs\. Rerun the same command to resume\."
+    assert re.fullmatch(message, stderr.splitlines()[-1])
     assert "Traceback" not in stderr
-    assert results.exists()
+    run = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^finetune +\d\d\.\d\d ", run.stdout, re.M)
+    assert "Warning" not in run.stderr

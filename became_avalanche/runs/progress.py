@@ -104,8 +104,8 @@ class Progress:
         who = _who(spec)
         count = f"({self._done} of {self._total} runs)"
         if record is None or record.status != "done":
-            lines = ((record and record.error) or problem or "no reason given").strip().splitlines()
-            self._print(f"{who}: {record.status if record else 'not run'}: {lines[-1]} {count}", always=True)
+            reason = last_line((record and record.error) or problem or "no reason given")
+            self._print(f"{who}: {record.status if record else 'not run'}: {reason} {count}", always=True)
             return
         values = [f"{metric.heading.split()[0]} {100 * value:.2f} %" for metric, value in _values(record)]
         self._print(f"{who}: done, {', '.join(values)} {count}")
@@ -137,6 +137,14 @@ def _values(record: Record) -> list[tuple[Metric, float]]:
 
 def _stages(spec: RunSpec) -> int:
     return 1 + (spec.n_trainings - 1) * spec.method.n_stages
+
+
+def last_line(error: str) -> str:
+    """The last line of a traceback, which says what happened, without the module of the error's class."""
+    line = (error.strip().splitlines() or [""])[-1]
+    name, colon, message = line.partition(": ")
+    known = all(part.isidentifier() for part in name.split("."))
+    return f"{name.rpartition('.')[2]}{colon}{message}" if known else line
 
 
 def duration(seconds: float) -> str:

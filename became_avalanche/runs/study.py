@@ -18,6 +18,7 @@ from became_avalanche.results.record import Record, RecordError
 from became_avalanche.runs.catalogue import find_benchmark
 from became_avalanche.runs.components import Options
 from became_avalanche.runs.method import MergeSettings, Method
+from became_avalanche.runs.progress import last_line
 from became_avalanche.runs.spec import RunSpec, Seed, SpecError, validated
 from became_avalanche.runs.store import Store
 
@@ -184,8 +185,7 @@ def _status(spec: RunSpec, store: Store) -> RunStatus:
         resumes = bool(folder.checkpoints())
         how = f"resumes after task {len(record.tasks)}" if resumes else "restarts from the first task"
         return RunStatus(spec, "interrupted", record, f"{_progress(spec, record)}, {how}")
-    note = (record.error or "").strip().splitlines()[-1:] or [""]
-    return RunStatus(spec, record.status, record, note[0])
+    return RunStatus(spec, record.status, record, last_line(record.error or ""))
 
 
 def _progress(spec: RunSpec, record: Record | None) -> str:

@@ -219,7 +219,7 @@ def test_status_of_every_kind(store):
         return folder
 
     save("gpm")
-    save("sgp", "diverged", 1, error="Traceback\n  line\nDivergenceError: the loss is nan\n")
+    save("sgp", "diverged", 1, error="Traceback\n  line\nx.y.DivergenceError: nan: no\n")
     save("trgp", "failed", 0, error="Traceback\nValueError: no")
     save("nscl", "running", 2)
     (save("owm", "running", 1).path / "checkpoint-001.safetensors").write_bytes(b"x")
@@ -230,7 +230,7 @@ def test_status_of_every_kind(store):
         statuses = {status.spec.method.name: status for status in status_of(SPECS.values(), store)}
     states = {name: (status.state, status.note) for name, status in statuses.items()}
     assert states["gpm"] == ("done", "")
-    assert states["sgp"] == ("diverged", "DivergenceError: the loss is nan")
+    assert states["sgp"] == ("diverged", "DivergenceError: nan: no")
     assert states["trgp"] == ("failed", "ValueError: no")
     assert states["nscl"] == ("interrupted", "2 of 3 tasks, restarts from the first task")
     assert states["owm"] == ("interrupted", "1 of 3 tasks, resumes after task 1")
