@@ -17,7 +17,7 @@ ALLOWED = {
     "benchmarks": {"files"},
     "models": set(),
     "metrics": {"strategy"},
-    "logging": {"files", "plugins", "metrics", "strategy", *MATHS},
+    "logging": set(),
     "results": {"files"},
     "analysis": {"files", "results", "strategy", *MATHS, *PARTS},
     "runs": {"files", "results", "strategy", *MATHS, *PARTS},
