@@ -142,6 +142,8 @@ class Method(BaseModel):
             raise SpecError(f"{self.base} has either control = true or a merge; got both")
         if (self.control or self.merge) and not self._made_of.staged:
             raise _without_second_stage(self.base)
+        if self.control and self._made_of.beside:
+            raise SpecError(f"{self.base} has a second stage of its own; its control is {self.settings}-2x")
         return self
 
     @classmethod
@@ -214,7 +216,7 @@ class Method(BaseModel):
     # ------------------------------------------------------------------------------------------------------ plugins
 
     def completed(self) -> Method:
-        """The same with the default of every option written out."""
+        """The same with the default of every option of its plugins written out."""
         options, merge = self.options, self.merge
         if (plugin := self._made_of.plugin) is not None:
             options = with_defaults(find("plugin", plugin, {}), options)

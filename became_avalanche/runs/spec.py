@@ -156,7 +156,7 @@ class RunSpec(BaseModel):
         return f"{readable}.{digest}"
 
     def completed(self) -> RunSpec:
-        """The same with the default of every option written out."""
+        """The same with the default of every option of the method's plugins written out."""
         return self.with_method(self.method.completed())
 
     def check(self) -> None:
@@ -169,7 +169,7 @@ class RunSpec(BaseModel):
             raise SpecError(f"{self.benchmark}, {self.method.name}: {error}") from error
 
     def to_json(self) -> str:
-        """The text of ``spec.json``: complete, with the default of every option."""
+        """The text of ``spec.json``, with the default of every option of the method's plugins."""
         return sealed_json({"schema_version": SCHEMA, **self.completed().model_dump(mode="json")})
 
 
