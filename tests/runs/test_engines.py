@@ -1,0 +1,277 @@
+"""Engines give the same numbers, share data, and lose at most the run whose process is killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from avalanche.training.plugins import SupervisedPlugin
+
+from became_avalanche import Inline, Method, Processes, Store, find_benchmark
+from became_avalanche.benchmarks import files
+from became_avalanche.results.record import read_records
+from became_avalanche.runs.engines import ENGINES, _bring_back
+from became_avalanche.runs.progress import Progress, ignore
+from became_avalanche.runs.session import Local, run
+from became_avalanche.runs.spec import RunSpec, SpecError, Stream
+
+from .conftest import contents, final_state, numbers, same, tiny
+
+BECAME = [sys.executable, "-c", "from became_avalanche.cli import main; main()"]
+
+
+def outcomes(engine, specs, store, **local):
+    """How each run ended, in the order of the specifications."""
+    ended = {outcome.spec.key(): outcome for outcome in engine.run(specs, store, Local(**local), ignore)}
+    assert len(ended) == len(specs)
+    return [ended[spec.key()] for spec in specs]
+
+
+def specs_of(*methods, **fields):
+    return [tiny(method, n_tasks=2, **fields) for method in methods]
+
+
+class Suicidal(SupervisedPlugin):
+    """Kills its process once, in the second task, as the system does when memory runs out."""
+
+    def __init__(self, flag):
+        super().__init__()
+        self.flag = flag
+
+    def before_training_exp(self, strategy, **kwargs):
+        if strategy.experience.current_experience == 1 and not os.path.exists(self.flag):
+            Path(self.flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.fixture
+def suicidal(tmp_path):
+    method = Method(base=Suicidal, options={"flag": str(tmp_path / "killed")})
+    return find_benchmark("split-digits").spec(method, n_tasks=2, max_epochs=1)
+
+
+# --------------------------------------------------------------------------------------------------- local processes
+
+
+def test_processes_give_the_records_of_the_inline_engine(tmp_path):
+    specs = specs_of("gpm", "gpm+became", "finetune")
+    inline, processes = Store(tmp_path / "inline"), Store(tmp_path / "processes")
+    both = zip(outcomes(Inline(), specs, inline), outcomes(Processes(2), specs, processes), strict=True)
+    for spec, (one, other) in zip(specs, both, strict=True):
+        assert numbers(one.record) == numbers(other.record) == numbers(processes.find(spec))
+        assert one.record.environment == other.record.environment
+        assert same(final_state(inline, spec), final_state(processes, spec))
+
+
+def test_a_killed_worker_fails_one_run_which_resumes(store, suicidal):
+    specs = [suicidal, *specs_of("finetune", "gpm", max_epochs=1)]
+    killed, plain, other = outcomes(Processes(1), specs, store)
+    assert killed.record is None
+    assert killed.problem.startswith("its process was killed")
+    assert plain.record.status == other.record.status == "done"
+    (again,) = outcomes(Processes(1), [suicidal], store)
+    assert (again.record.status, again.record.resumed) == ("done", [1])
+    assert again.record.accuracy == plain.record.accuracy  # the plugin does nothing else
+
+
+class Faulty:
+    """A folder of runs that raises what it should not."""
+
+    root = Path("nowhere")
+
+    def open(self, spec):
+        raise RuntimeError("a fault of ours")
+
+
+def test_an_unexpected_error_is_a_problem_of_one_run():
+    (outcome,) = outcomes(Inline(), [tiny()], Faulty())
+    assert (outcome.record, outcome.problem) == (None, "RuntimeError: a fault of ours")
+
+
+def test_more_threads_than_processors_are_noticed(store, monkeypatch):
+    monkeypatch.setattr("became_avalanche.runs.engines._processors", lambda: 1)
+    specs = specs_of("finetune", "gpm", max_epochs=1)
+    with pytest.warns(UserWarning, match=r"2 threads \(2 workers x 1\) would share 1 processor"):
+        assert len(outcomes(Processes(2), specs, store)) == 2
+
+
+def test_workers_are_at_least_one():
+    with pytest.raises(ValueError, match="workers must be at least 1; got 0"):
+        Processes(0)
+
+
+def test_lines_of_several_workers_do_not_mix(store, capfd):
+    specs = specs_of("finetune", "gpm", "gpm-2x", max_epochs=1)
+    with Progress({spec.key(): spec for spec in specs}) as progress:
+        for outcome in Processes(2).run(specs, store, Local(), progress):
+            progress.finished(outcome.spec.key(), outcome.record, outcome.problem)
+    lines = capfd.readouterr().err.splitlines()
+    stage = r"task \d of 2, stage \d: 1 epoch(, accuracy [\d.]+ %)?, [\d.]+ s \(about .* left\)"
+    end = r"done, ACC [\d.]+ %, BWT -?[\d.]+ % \(\d of 3 runs\)"
+    for line in lines:
+        assert re.fullmatch(rf"(finetune|gpm|gpm-2x), seed 0(, {stage}|: {end})", line), line
+    assert len(lines) == 2 + 2 + 3 + 3
+
+
+def test_all_engines_are_known_by_name():
+    assert list(ENGINES) == ["inline", "processes", "ray"]
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+
+
+@files.keeps(1)
+def load_images(folder):
+    """Images from a file; notes which process has read it."""
+    with open(folder / "readers", "a") as readers:
+        readers.write(f"{os.getpid()}\n")
+    return torch.load(folder / "images.pt")
+
+
+def stream_of_files(seed, dataset_root, device):
+    """A stream that reads files."""
+    from tests.helpers import blobs
+
+    images = load_images(Path(dataset_root))
+    assert images.is_shared() or os.environ["TEST_PROCESS"] == str(os.getpid())
+    return blobs(seed=int(images.sum()))
+
+
+@pytest.fixture
+def from_files():
+    benchmark = find_benchmark("split-digits").spec("finetune", n_tasks=2, max_epochs=1).model_dump()
+    network = {"name": "mlp", "options": {"input_size": 6}}
+    stream = Stream(name=stream_of_files, n_tasks=3)
+    return RunSpec.model_validate({**benchmark, "stream": stream, "network": network})
+
+
+def test_data_are_read_once_and_shared(store, tmp_path, monkeypatch, from_files):
+    torch.save(torch.arange(6), tmp_path / "images.pt")
+    monkeypatch.setenv("TEST_PROCESS", str(os.getpid()))
+    specs = [from_files.model_copy(update={"seed": seed}) for seed in range(3)]
+    ended = outcomes(Processes(2), specs, store, data=tmp_path)
+    assert [outcome.record and outcome.record.status for outcome in ended] == ["done"] * 3, ended
+    assert (tmp_path / "readers").read_text().split() == [str(os.getpid())]
+    files.forget_loaded()
+
+
+def test_missing_data_are_a_problem_of_the_runs_that_need_them(store):
+    missing = find_benchmark("20-split-miniimagenet").spec("finetune")
+    here = tiny("finetune", n_tasks=2, max_epochs=1)
+    refused, done = outcomes(Processes(1), [missing, here], store, data="nowhere")
+    assert "miniImageNet is missing" in refused.problem
+    assert done.record.status == "done"
+
+
+# ------------------------------------------------------------------------------------------------------------ Ctrl-C
+
+
+def children_of(group):
+    """The processes of a process group that are still there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def study(root, *options):
+    arguments = [
+        "compare",
+        "--methods",
+        "gpm,gpm+became",
+        "--seeds",
+        "1",
+        "--epochs",
+        "8",
+        "--out",
+        str(root),
+        *options,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*BECAME, *arguments], env=environment, start_new_session=True, **pipes)
+
+
+def read_until(process, text):
+    """Read lines of the progress until one has this text."""
+    for line in process.stderr:
+        if text in line:
+            return
+    pytest.fail(f"the study ended before {text!r}")
+
+
+def wait_until_alone(group, seconds=20):
+    end = time.monotonic() + seconds
+    while (left := children_of(group)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes"])
+def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(engine, tmp_path):
+    root = tmp_path / "runs"
+    options = ["--engine", engine, *(["--workers", "2"] if engine == "processes" else [])]
+    process = study(root, *options)
+    read_until(process, "task 2 of 5, stage 1")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"became: interrupted; 0 of 2 runs are finished in {root}. Rerun the same command to resume." in errors
+    assert "Traceback" not in errors
+    assert wait_until_alone(process.pid) == []
+
+    specs = [find_benchmark("split-digits").spec(method, max_epochs=8) for method in ("gpm", "gpm+became")]
+    store, whole = Store(root), Store(tmp_path / "whole")
+    ended = outcomes(Inline(), specs, store)
+    assert any(outcome.record.resumed for outcome in ended)
+    for outcome in ended:
+        assert numbers(outcome.record) == numbers(run(outcome.spec, whole))
+        assert same(final_state(store, outcome.spec), final_state(whole, outcome.spec))
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    process = study(tmp_path / "runs", "--engine", "processes", "--workers", "2")
+    read_until(process, "task 1 of 5, stage 1")
+    process.kill()
+    assert wait_until_alone(process.pid) == []
+    process.communicate()
+    assert {record.status for record in read_records(tmp_path / "runs")} == {"running"}  # none has failed
+
+
+# --------------------------------------------------------------------------------------------------------------- Ray
+
+
+def test_without_ray_the_message_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SpecError, match=r"pip install 'became-avalanche\[ray\]'"):
+        ENGINES["ray"]()
+
+
+def test_records_are_brought_back_from_a_folder_that_is_not_shared(store, tmp_path):
+    spec = tiny("finetune", n_tasks=2, max_epochs=1)
+    record = run(spec, Store(tmp_path / "node"))
+    _bring_back(spec, record, store)
+    assert store.find(spec) == record
+    before = contents(store.root)
+    _bring_back(spec, record, store)
+    assert contents(store.root) == before
+    failed = record.model_copy(update={"status": "failed", "error": "earlier"})
+    store.folder(spec).record_path.write_text(failed.to_json())
+    _bring_back(spec, record, store)
+    assert store.find(spec) == record
