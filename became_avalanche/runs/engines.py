@@ -91,8 +91,8 @@ class Processes:
         threads = max((spec.threads for spec in specs), default=1)
         if n * threads > _processors():
             warnings.warn(
-                f"{n * threads} threads ({n} workers x {threads}) would share {_processors()} processor(s) and slow each "
-                "other down; use fewer workers or threads",
+                f"{n * threads} threads ({n} workers x {threads}) would share {_processors()} processor(s); use fewer "
+                "workers or threads",
                 stacklevel=2,
             )
         data = _shared_data(specs, local)
