@@ -78,12 +78,12 @@ def test_a_projected_stage_follows_the_merge():
     assert "features.1.weight" in moved(session)
 
 
-def test_average_is_over_the_epochs_of_the_free_stage():
-    """Of two epochs that is the end of the first, where a free stage of one epoch ends."""
-    average, one_epoch = merge_of(trained("Average")), merge_of(trained(PLAIN, epochs=1))
-    assert same(average.base, one_epoch.base)
-    assert same(average.candidate, one_epoch.candidate)
-    assert not same(average.candidate, merge_of(plain()).candidate)
+def test_average_is_over_the_epochs_of_the_free_stage_but_the_last():
+    """Of three epochs that is the mean of where free stages of one and of two epochs end."""
+    average = merge_of(trained("Average", max_epochs=3))
+    one, two = (merge_of(trained(PLAIN, max_epochs=3, epochs=epochs)) for epochs in (1, 2))
+    assert same(average.base, one.base)
+    assert same(average.candidate, {name: (one.candidate[name] + two.candidate[name]) / 2 for name in one.candidate})
 
 
 def test_average_of_one_epoch_is_its_end():
