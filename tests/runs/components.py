@@ -1,4 +1,4 @@
-"""Streams, networks and plugins that specifications of the tests name by import path, and a benchmark of them."""
+"""Streams, networks and plugins that specifications of the tests name by import path, benchmarks of them, and records."""
 
 import torch
 
@@ -9,11 +9,13 @@ from became_avalanche import (
     Network,
     NSCLRecipe,
     Recipe,
+    Record,
     Stream,
     find_benchmark,
     image_stream,
 )
 from became_avalanche.benchmarks.tensors import normalise
+from became_avalanche.results.record import Seconds, StageRecord, TaskRecord
 from tests.helpers import blobs
 
 
@@ -68,3 +70,18 @@ IMAGES = Benchmark(
     recipe=NSCLRecipe(10, epochs=3, patience=1, plateaus=1),
     hyperparameters={"nscl": {"a": 10}},
 )
+
+
+def record_of(spec, status="done", finished=None, seconds=(1.0, 0.5), **fields):
+    """A record as the run would leave it, without its numbers."""
+    stages = [[StageRecord(epochs=1)] * (spec.method.n_stages if t else 1) for t in range(spec.n_trainings)]
+    spent = Seconds(training=seconds[0], evaluation=seconds[1])
+    return Record(
+        key=spec.key(),
+        spec=spec.completed().model_dump(mode="json"),
+        method=spec.method.name,
+        label=spec.method.shown,
+        status=status,
+        tasks=[TaskRecord(stages=stages, seconds=spent) for stages in stages[:finished]],
+        **fields,
+    )

@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from became_avalanche.runs.progress import Event, Progress, duration, last_line
-from tests.runs.components import BLOBS
-from tests.runs.test_study import record_of
+from tests.runs.components import BLOBS, record_of
 
 MERGED, JOINT = BLOBS.spec("gpm+became", 1), BLOBS.spec("joint")
 

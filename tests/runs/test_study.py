@@ -3,13 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from became_avalanche import Record, Store, Study
-from became_avalanche.results.record import Seconds, StageRecord, TaskRecord
+from became_avalanche import Store, Study
 from became_avalanche.runs import catalogue
 from became_avalanche.runs.components import SpecError
 from became_avalanche.runs.method import COMPARED
 from became_avalanche.runs.study import estimate, missing, records_of, status_of
-from tests.runs.components import BLOBS
+from tests.runs.components import BLOBS, record_of
 
 
 @pytest.fixture(autouse=True)
@@ -187,21 +186,6 @@ def test_nothing_is_trained_twice():
 
 
 # ------------------------------------------------------------------------------------------------------------- status
-
-
-def record_of(spec, status="done", finished=None, seconds=(1.0, 0.5), **fields):
-    """A record as the run would leave it, without its numbers."""
-    stages = [[StageRecord(epochs=1)] * (spec.method.n_stages if t else 1) for t in range(spec.n_trainings)]
-    spent = Seconds(training=seconds[0], evaluation=seconds[1])
-    return Record(
-        key=spec.key(),
-        spec=spec.completed().model_dump(mode="json"),
-        method=spec.method.name,
-        label=spec.method.shown,
-        status=status,
-        tasks=[TaskRecord(stages=stages, seconds=spent) for stages in stages[:finished]],
-        **fields,
-    )
 
 
 @pytest.fixture
