@@ -1,4 +1,4 @@
-"""Streams, networks and plugins that specifications of the tests name by import path, benchmarks of them, and records."""
+"""Streams, networks and plugins that specifications of tests name by import path; benchmarks of them, and records."""
 
 import torch
 
