@@ -176,7 +176,8 @@ def data(data: Path) -> None:
 
 
 def main() -> None:
-    """Entry point: user errors are one line and exit code 2."""
+    """Entry point: user errors are one line and exit code 2. Modules of the working directory can be imported."""
+    sys.path.append(str(Path.cwd()))
     try:
         sys.exit(became(standalone_mode=False))
     except click.UsageError as error:
