@@ -275,3 +275,83 @@ def test_records_are_brought_back_from_a_folder_that_is_not_shared(store, tmp_pa
     store.folder(spec).record_path.write_text(failed.to_json())
     _bring_back(spec, record, store)
     assert store.find(spec) == record
+
+
+# ------------------------------------------------------------------------------------------------- Ray, for real
+
+
+def marked_processes(mark):
+    """The processes that have inherited this text in their environment, but this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """Ray without messages to its makers, and a check that nothing of it is left."""
+    module = pytest.importorskip("ray", reason="Ray is not installed: pip install 'became-avalanche[ray]'")
+    mark = f"RAY_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv(*mark.split("="))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    yield module
+    module.shutdown()
+    end = time.monotonic() + 30
+    while (left := marked_processes(mark)) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert left == []
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # Ray leaves sockets and files to the garbage collector
+def test_ray_on_one_machine_gives_the_records_of_the_inline_engine(ray, tmp_path):
+    specs = specs_of("finetune", "gpm+became")
+    inline, cluster = Store(tmp_path / "inline"), Store(tmp_path / "ray")
+    events = []
+    ended = {outcome.spec.key(): outcome for outcome in ENGINES["ray"]().run(specs, cluster, Local(), events.append)}
+    assert not ray.is_initialized()
+    for outcome in outcomes(Inline(), specs, inline):
+        there = ended[outcome.spec.key()]
+        assert there.problem is None
+        assert numbers(there.record) == numbers(outcome.record) == numbers(cluster.find(outcome.spec))
+    assert {event.key for event in events if event.kind == "stage"} == {spec.key() for spec in specs}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_a_ray_cluster_that_loses_a_node_finishes_every_run_with_the_same_numbers(ray, tmp_path):
+    from ray.cluster_utils import Cluster
+
+    benchmark = find_benchmark("permuted-digits")
+    specs = [benchmark.spec(method, seed, n_tasks=6) for seed in (0, 1) for method in ("gpm", "gpm+became")]
+    store = Store(tmp_path / "ray")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    under_way = set()
+
+    def lose_a_node(event):
+        """As soon as each node has finished a task of its run."""
+        nonlocal second
+        if event.task >= 2:
+            under_way.add(event.key)
+        if len(under_way) == 2 and second is not None:
+            cluster.remove_node(second, allow_graceful=False)
+            second = None
+
+    try:
+        ended = {}
+        for outcome in ENGINES["ray"](cluster.address).run(specs, store, Local(), lose_a_node):
+            ended[outcome.spec.key()] = outcome
+            assert second is None, "a run was finished before the node was lost"
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert [outcome.problem for outcome in ended.values()] == [None] * len(specs)
+    assert any(outcome.record.resumed for outcome in ended.values())
+    for outcome in outcomes(Inline(), specs, Store(tmp_path / "inline")):
+        assert numbers(ended[outcome.spec.key()].record) == numbers(outcome.record) == numbers(store.find(outcome.spec))
