@@ -22,7 +22,7 @@ from avalanche.training.plugins import EvaluationPlugin
 from avalanche.training.supervised import Naive
 from tqdm import tqdm
 
-from became_avalanche import ReducedResNet18, nscl_groups
+from became_avalanche import NSCLPlugin, ReducedResNet18, nscl_groups
 from became_avalanche.files import write_atomically
 from became_avalanche.runs.method import Method
 
@@ -103,7 +103,8 @@ def measure(method, rate, benchmark, progress):
 def parts(plugin, total):
     """What the memory of a projection plugin is made of."""
     sizes = Counter()
-    for tensors in plugin.memory.values():
+    normalisation = plugin.normalisation if isinstance(plugin, NSCLPlugin) else {}
+    for tensors in (*normalisation.values(), *plugin.memory.values()):
         for key, tensor in tensors.items():
             sizes[key] += size([tensor])
     sizes["scales"] = total - sizes.total()  # what is not memory of a layer: TRGP's matrices
