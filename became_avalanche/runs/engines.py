@@ -266,8 +266,7 @@ def _ray_work(content: dict[str, Any], root: str, local: Local, events: Any, pat
     from became_avalanche.runs.worker import run_one
 
     def report(event: Event) -> None:
-        with suppress(Exception):  # the driver is gone or busy, which is no reason to stop the run
-            events.put_nowait(vars(event))
+        events.actor.put_nowait.remote(vars(event))  # does not wait: Ray gives the processors of a waiting task away
 
     return run_one(RunSpec.model_validate(content), Store(Path(root)), local, report, patience)
 
