@@ -130,7 +130,7 @@ def size(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def table(record):
+def table(record: dict) -> str:
     """The record as a table in MiB, beside what the paper gives."""
     ours = ["model", "stage 1", "low rate", "at most", "stage 2"]
     theirs = ["paper: model", "paper: stage 1", "paper: stage 2"]

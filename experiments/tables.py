@@ -45,8 +45,7 @@ def records_in(study: Path) -> list[Record]:
     for status in statuses:
         if status.record is None or status.state != "done":
             raise ValueError(f"{study.name} is incomplete: {status.spec.key()} is {status.state}; {status.note}")
-        label = status.spec.method.label or status.spec.method.name
-        records.append(status.record.model_copy(update={"label": label}))
+        records.append(status.record.model_copy(update={"label": status.spec.method.shown}))
     return in_order(records, content.labels())
 
 

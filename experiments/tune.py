@@ -72,7 +72,7 @@ class Tuning:
     def specs(self, method: str, rate: float, options: dict[str, Any] | None = None) -> list[RunSpec]:
         """The runs of a candidate, one per seed. Hyperparameters that are not given have the plugin's default."""
         benchmark = BENCHMARKS[self.name]
-        recipe = benchmark.recipe
+        recipe: Any = benchmark.recipe
         tried = replace(recipe, learning_rate=rate, lr_min=recipe.lr_min * rate / recipe.learning_rate)
         tuned = replace(benchmark, recipe=tried, hyperparameters={})
         chosen = Method.parse(method, options)

@@ -20,14 +20,6 @@ def test_public_names_are_documented_and_typed():
                 assert "return" in method.__annotations__, f"{name}.{method_name}"
 
 
-def test_maths_knows_nothing_of_avalanche():
-    for room, known in (("subspace", {"subspace"}), ("merging", {"merging", "subspace"})):
-        for file in (ROOT / "became_avalanche" / room).glob("*.py"):
-            assert not re.search(r"^\s*(from|import) avalanche\b", file.read_text(), re.M), file
-            imports = re.findall(r"from became_avalanche\.(\w+)", file.read_text())
-            assert set(imports) <= known, file
-
-
 def test_quickstart_prints_acc_and_bwt():
     script = ROOT / "experiments" / "quickstart.py"
     assert len(script.read_text().splitlines()) <= 30
