@@ -115,7 +115,8 @@ class Progress:
         self._bar.update(stages)
 
     def _left(self) -> str:
-        finished, total = sum(self._stages.values()), sum(self._of.values())
+        total = sum(self._of.values())
+        finished = sum(min(done, self._of[key]) for key, done in self._stages.items())  # a merge may add stages
         seconds = (perf_counter() - self._start) * (total - finished) / max(1, finished - self._skipped)
         return f"about {duration(seconds)} left"
 
