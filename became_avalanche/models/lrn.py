@@ -66,13 +66,16 @@ class _Normalise(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, ...]) -> None:
         x, band, ctx.k = inputs
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # or zeros are made for p and d
         ctx.save_for_backward(x, band, *output[1:])
         ctx.save_for_forward(x, band)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         """``p g − 3/2 x Bᵀ(p g x / d)``."""
         g, (x, band, p, d) = gradients[0], ctx.saved_tensors
+        if g is None:
+            return None, None, None
         if torch.is_grad_enabled():
             p, d = _power(x, band, ctx.k)
         scaled = p * g

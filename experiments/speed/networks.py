@@ -32,7 +32,7 @@ IMAGES = 640
 
 def rows(quick: bool, data: Path = Path("data")) -> list[Row]:
     """CPU time of an epoch, divided by that before, for each network."""
-    return [row(network, goal, 3 if quick else 5, data) for network, goal in GOALS.items()]
+    return [row(network, goal, 3 if quick else 7, data) for network, goal in GOALS.items()]
 
 
 def row(network: str, goal: float, repeats: int, data: Path) -> Row:

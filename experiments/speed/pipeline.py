@@ -147,7 +147,8 @@ def passes(quick: bool, data: Path) -> list[Row]:
                 lambda: train("10-split-cifar100-cpu", "gpm", n_tasks=1, max_epochs=epochs, dataset_root=data)
             )
         # after each of ten tasks all tasks seen are evaluated, (10 + 1) / 2 of them in the mean
-        outside = seconds["validation"] / epochs * usual + seconds["evaluation"] * (tasks + 1) / 2
+        evaluation = seconds["evaluation"] * (tasks + 1) / 2 + seconds["first epoch"]
+        outside = seconds["validation"] / epochs * usual + evaluation
         training = (total - sum(seconds.values())) / epochs * usual
         note = f"from {epochs} epochs of one task, for {tasks} tasks of {usual} epochs"
         found.append(share("10-split-cifar100-cpu, gpm", outside / (training + outside), note))
@@ -161,11 +162,11 @@ def share(run: str, value: float, note: str) -> Row:
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float]]:
-    """CPU seconds in evaluation and in passes over validation data, while open."""
-    seconds = {"evaluation": 0.0, "validation": 0.0}
+    """CPU seconds in evaluation, on validation data, and on test data after the first epoch of a task, while open."""
+    seconds = {"evaluation": 0.0, "validation": 0.0, "first epoch": 0.0}
     places = [
         (SupervisedTemplate, "eval", "evaluation"),
-        (session, "_accuracy", "evaluation"),
+        (session, "_accuracy", "first epoch"),
         (PlateauPlugin, "loss", "validation"),
     ]
     originals = [getattr(owner, name) for owner, name, _ in places]
