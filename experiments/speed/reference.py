@@ -126,7 +126,7 @@ class Clock(SupervisedPlugin):
 
 
 def ours(method: str, folder: Path, tasks: Images) -> Seconds:
-    """The same with the plugin here. What comes after an epoch counts as memory update."""
+    """The same with the plugin here. All but the epoch counts as memory update, projectors included."""
     keep_freed_memory()
     nscl = method == "Adam-NSCL"
     model = PreActResNet18() if nscl else AlexNet()
@@ -143,9 +143,9 @@ def ours(method: str, folder: Path, tasks: Images) -> Seconds:
         train_epochs=1,
     )
     for experience in benchmark_of(tasks, [], tasks, [TRANSFORM] * 2).train_stream:
-        strategy.train(experience)
-        end = process_time()
-    return {"epoch": clock.end - clock.start, "memory update": end - clock.end}
+        total, _ = timed(strategy.train, experience)
+        epoch = clock.end - clock.start
+    return {"epoch": epoch, "memory update": total - epoch}
 
 
 # ------------------------------------------------------------------------------------------------------------ theirs
