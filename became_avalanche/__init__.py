@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from became_avalanche.runs.spec import Network, RunSpec, Stream
     from became_avalanche.runs.store import Store
     from became_avalanche.runs.study import Study
+    from became_avalanche.strategy.allocator import keep_freed_memory
     from became_avalanche.strategy.checkpoint import NotResumableError, load_strategy, save_strategy
     from became_avalanche.strategy.divergence import DivergenceError
     from became_avalanche.strategy.protocols import OwnsParameters, StageAware, Suspendable
@@ -108,6 +109,7 @@ _HOMES = {
     "find_benchmark": "runs.catalogue",
     "five_datasets": "benchmarks.five",
     "image_stream": "benchmarks.tensors",
+    "keep_freed_memory": "strategy.allocator",
     "load_strategy": "strategy.checkpoint",
     "nscl_groups": "plugins.nscl",
     "path_figure": "results.figures",
@@ -177,6 +179,7 @@ __all__ = [
     "find_benchmark",
     "five_datasets",
     "image_stream",
+    "keep_freed_memory",
     "load_strategy",
     "nscl_groups",
     "path_figure",

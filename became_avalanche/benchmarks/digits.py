@@ -10,14 +10,11 @@ from collections.abc import Callable
 
 import torch
 from avalanche.benchmarks.scenarios import GenericCLScenario
-from avalanche.benchmarks.scenarios.deprecated.generic_benchmark_creation import (
-    create_generic_benchmark_from_tensor_lists,
-)
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-Images = tuple[Tensor, Tensor]
+from became_avalanche.benchmarks.tensors import Images, benchmark_of
 
 
 def split_digits(seed: int = 0) -> GenericCLScenario:
@@ -66,9 +63,8 @@ def _benchmark(task: Callable[[Images, int], Images], n_tasks: int) -> GenericCL
     train_tasks, valid_tasks, test_tasks = (
         [task((images[part], labels[part]), t) for t in range(n_tasks)] for part in (train, valid, test)
     )
-    return create_generic_benchmark_from_tensor_lists(
-        train_tasks,
-        test_tasks,
-        other_streams_tensors={"valid": valid_tasks},
-        task_labels=list(range(n_tasks)),
-    )
+    return benchmark_of(train_tasks, valid_tasks, test_tasks, [_as_they_are] * n_tasks)
+
+
+def _as_they_are(images: Tensor) -> Tensor:
+    return images

@@ -21,21 +21,21 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 Images = tuple[Tensor, Tensor]
-"""Bytes (n, channels, height, width), and labels."""
+"""Images (n, channels, height, width), most often as bytes, and labels."""
 
 Transform = Callable[[Tensor], Tensor]
 """Of a batch."""
 
 
 class ImageTensor(Dataset[tuple[Tensor, int]]):
-    """Images of one task, as bytes, with what turns a batch of them into the network's input."""
+    """Images of one task, with what turns a batch of them into the network's input."""
 
     def __init__(self, images: Images, transform: Transform, augment: Transform | None = None) -> None:
         """Init.
 
         :param images: images and labels.
-        :param transform: bytes to floats.
-        :param augment: bytes to bytes, only in training.
+        :param transform: stored images to floats.
+        :param augment: stored images to such images, only in training.
         """
         self.images, self.targets = images
         self.transform, self.augment = transform, augment
@@ -180,9 +180,9 @@ def benchmark_of(
     """An Avalanche benchmark with a task label for each task, and a stream ``valid`` if there is any.
 
     :param train: images and labels of each task; likewise the others.
-    :param transforms: bytes to floats, for each task.
-    :param augment: bytes to bytes, on the training stream while it is trained on. A transform group that a user adds
-        takes its place.
+    :param transforms: stored images to floats, for each task.
+    :param augment: stored images to such images, on the training stream while it is trained on. A transform group
+        that a user adds takes its place.
     """
 
     def task(images: Images, label: int, training: bool) -> ImageTask:

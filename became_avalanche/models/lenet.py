@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from became_avalanche.models.lrn import LocalResponseNorm
 from became_avalanche.models.multihead import MultiHeadNetwork
 
 
@@ -12,7 +14,7 @@ class LeNet(MultiHeadNetwork):
 
     def __init__(self) -> None:
         def convolution(inputs: int, outputs: int) -> list[nn.Module]:
-            normalised = nn.LocalResponseNorm(4, alpha=0.001 / 9, beta=0.75, k=1)
+            normalised = LocalResponseNorm(4, alpha=0.001 / 9)
             weights = nn.Conv2d(inputs, outputs, 5, padding=2, bias=False)
             return [weights, nn.ReLU(), normalised, nn.MaxPool2d(3, stride=2, padding=1)]
 
@@ -28,4 +30,4 @@ class LeNet(MultiHeadNetwork):
         for layer in features:
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
-        super().__init__(features, 500)
+        super().__init__(features.to(memory_format=torch.channels_last), 500)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 
@@ -44,7 +45,7 @@ class ReducedResNet18(MultiHeadNetwork):
         features.add_module("pool", nn.AvgPool2d(2))
         features.add_module("flatten", nn.Flatten())
         side = -(-image_size // (8 * stem_stride)) // 2  # each stride rounds up, the pool rounds down
-        super().__init__(features, 8 * width * side**2)
+        super().__init__(features.to(memory_format=torch.channels_last), 8 * width * side**2)
 
 
 _norm = partial(nn.BatchNorm2d, track_running_stats=False)

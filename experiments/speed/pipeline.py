@@ -1,15 +1,17 @@
-"""Training on an Avalanche stream of images against a plain loop over the same tensors: one thread, batches of 64.
+"""What a run costs beside its training steps: fetching batches, Avalanche's own work, evaluation and validation.
 
-    python experiments/speed/pipeline.py
+    python experiments/speed/pipeline.py [--quick] [--data FOLDER]
 
-Prints the time of a training of five epochs divided by that of the plain loop in the same repeat, as the median over
-interleaved repeats: for the streams here, and for an ordinary Avalanche benchmark of the same images, which are floats
-already.
+One thread, batches of 64. Trainings are compared with a plain loop over the same tensors as ratios of CPU time, medians
+over interleaved repeats.
 """
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 
 import torch
 from avalanche.benchmarks.scenarios.deprecated.generic_benchmark_creation import (
@@ -19,81 +21,179 @@ from avalanche.logging import BaseLogger
 from avalanche.models.utils import avalanche_model_adaptation
 from avalanche.training.plugins import EvaluationPlugin
 from avalanche.training.supervised import Naive
+from avalanche.training.templates import SupervisedTemplate
+from rows import Row
 from torch import nn
 from torch.nn import functional as F
 
-from became_avalanche import AlexNet, LeNet, MultiHeadNetwork
+from became_avalanche import LeNet, MultiHeadMLP, PlateauPlugin, split_digits, train
 from became_avalanche.benchmarks.cifar import NORMALISATION
 from became_avalanche.benchmarks.tensors import benchmark_of, crop_and_flip, normalise
+from became_avalanche.runs import session
 
-EPOCHS = 5
-
-NETWORKS = {
-    "one layer": lambda: MultiHeadNetwork(nn.Sequential(nn.Flatten(), nn.Linear(3072, 100), nn.ReLU()), 100),
-    "LeNet": LeNet,
-    "AlexNet": AlexNet,
-}
+EPOCHS = {"digits": 20, "LeNet": 1}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", type=int, default=640)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+def rows(quick: bool, data: Path = Path("data")) -> list[Row]:
+    """All measurements of this file."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    x = torch.randint(256, (arguments.samples, 3, 32, 32), dtype=torch.uint8)
-    y = torch.arange(len(x)) % 10
+    repeats = 3 if quick else 7
+    return [digits(repeats), *(images(augment, repeats) for augment in (None, crop_and_flip)), *passes(quick, data)]
+
+
+# --------------------------------------------------------------------------------------------------------- trainings
+
+
+def digits(repeats: int) -> Row:
+    """A task of split-digits, also as an ordinary benchmark of Avalanche and with batches that cost nothing."""
+    stream = split_digits()
+    tensor = stream.train_stream[0].dataset.where.tensors[0]
+    x, y = tensor.images, tensor.targets
+    ordinary = create_generic_benchmark_from_tensor_lists([(x, y)], [(x, y)], task_labels=[0])
+    ours, theirs, free = ratios(
+        [
+            plain(MultiHeadMLP(), stream, x, y, tensor.transform, None, EPOCHS["digits"]),
+            avalanche(MultiHeadMLP(), stream, EPOCHS["digits"]),
+            avalanche(MultiHeadMLP(), ordinary, EPOCHS["digits"]),
+            avalanche(MultiHeadMLP(), stream, EPOCHS["digits"], FreeBatches),
+        ],
+        repeats,
+    )
+    note = f"{theirs:.2f} as an ordinary benchmark; {free:.2f} with batches at no cost: Avalanche's own work"
+    return Row("epoch of split-digits / plain loop", ours, "<= 1.5", ours <= 1.5, note)
+
+
+def images(augment: Callable[[torch.Tensor], torch.Tensor] | None, repeats: int, n: int = 640) -> Row:
+    """LeNet on random images, with and without augmentation."""
+    x, y = torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8), torch.arange(n) % 10
     transform = normalise(**NORMALISATION["gpm"])
-    ordinary = create_generic_benchmark_from_tensor_lists([(transform(x), y)], [(transform(x), y)], task_labels=[0])
-    print(f"{'network':10} {'augmentation':14} {'this stream':>12} {'ordinary benchmark':>20}")
-    for name, network in NETWORKS.items():
-        for augment in (None, crop_and_flip):
-            stream = benchmark_of([(x, y)], [], [(x, y)], [transform], augment)
-            loops = [plain(network(), stream, x, y, transform, augment), avalanche(network(), stream)]
-            if augment is None:
-                loops.append(avalanche(network(), ordinary))
-            seconds = [[timed(loop) for loop in loops] for _ in range(arguments.repeats + 1)][1:]
-            ratios = [f"{median(own[k] / own[0] for own in seconds):.2f}" for k in range(1, len(loops))]
-            ours, theirs = (*ratios, "–")[:2]
-            print(f"{name:10} {'crop and flip' if augment else 'none':14} {ours:>12} {theirs:>20}")
+    stream = benchmark_of([(x, y)], [], [(x, y)], [transform], augment)
+    loops = [
+        plain(LeNet(), stream, x, y, transform, augment, EPOCHS["LeNet"]),
+        avalanche(LeNet(), stream, EPOCHS["LeNet"]),
+    ]
+    (ours,) = ratios(loops, repeats)
+    what = f"epoch of LeNet{' with crops and flips' if augment else ''} / plain loop"
+    return Row(what, ours, "<= 1.1", ours <= 1.1, f"{repeats} repeats, random images")
 
 
-def plain(model, stream, x, y, transform, augment):
+def plain(model, stream, x, y, transform, augment, epochs):
     """A training as one would write it without Avalanche."""
     avalanche_model_adaptation(model, stream.train_stream[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    labels = torch.zeros(64, dtype=torch.long)
 
     def training():
         model.train()
-        for _ in range(EPOCHS):
-            for rows in torch.randperm(len(y)).split(64):
-                images = x[rows] if augment is None else augment(x[rows])
+        for _ in range(epochs):
+            for chosen in torch.randperm(len(y)).split(64):
+                batch = x[chosen] if augment is None else augment(x[chosen])
                 optimizer.zero_grad()
-                F.cross_entropy(model(transform(images), 0), y[rows]).backward()
+                F.cross_entropy(model(transform(batch), labels[: len(chosen)]), y[chosen]).backward()
                 optimizer.step()
 
     return training
 
 
-def avalanche(model, stream):
+class FreeBatches(Naive):
+    """A strategy whose batches are there already."""
+
+    def make_train_dataloader(self, **kwargs):
+        """Fetch all batches of the experience at the first call."""
+        if not hasattr(self, "batches"):
+            super().make_train_dataloader(**kwargs)
+            self.batches = list(self.dataloader)
+        self.dataloader = [list(batch) for batch in self.batches]
+
+
+def avalanche(model, stream, epochs, strategy_class=Naive):
     """The training of a strategy."""
-    strategy = Naive(
+    strategy = strategy_class(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         criterion=nn.CrossEntropyLoss(),
         evaluator=EvaluationPlugin(loggers=[BaseLogger()]),
         train_mb_size=64,
-        train_epochs=EPOCHS,
+        train_epochs=epochs,
     )
     return lambda: strategy.train(stream.train_stream[0])
 
 
+def ratios(loops, repeats: int) -> list[float]:
+    """CPU time of each loop but the first, divided by that of the first."""
+    seconds = [[timed(loop) for loop in loops] for _ in range(repeats + 1)][1:]
+    return [median(own[k] / own[0] for own in seconds) for k in range(1, len(loops))]
+
+
 def timed(loop) -> float:
-    start = perf_counter()
+    """CPU seconds of a call."""
+    start = process_time()
     loop()
-    return perf_counter() - start
+    return process_time() - start
+
+
+# ------------------------------------------------------------------------------------------------------------ passes
+
+
+def passes(quick: bool, data: Path) -> list[Row]:
+    """Share of evaluation and validation in a run."""
+    with clocks() as seconds:
+        total = timed(lambda: train("split-digits", "gpm", n_tasks=2 if quick else None))
+    found = [share("split-digits, gpm", sum(seconds.values()) / total, "a whole run")]
+    if not quick and (data / "cifar-100-python").is_dir():
+        epochs, usual, tasks = 2, 15, 10
+        with clocks() as seconds:
+            total = timed(
+                lambda: train("10-split-cifar100-cpu", "gpm", n_tasks=1, max_epochs=epochs, dataset_root=data)
+            )
+        # after each of ten tasks all tasks seen are evaluated, (10 + 1) / 2 of them in the mean
+        evaluation = seconds["evaluation"] * (tasks + 1) / 2 + seconds["first epoch"]
+        outside = seconds["validation"] / epochs * usual + evaluation
+        training = (total - sum(seconds.values())) / epochs * usual
+        note = f"from {epochs} epochs of one task, for {tasks} tasks of {usual} epochs"
+        found.append(share("10-split-cifar100-cpu, gpm", outside / (training + outside), note))
+    return found
+
+
+def share(run: str, value: float, note: str) -> Row:
+    """A row for a share of a run."""
+    return Row(f"evaluation and validation / run, {run}", value, "<= 0.05", value <= 0.05, note)
+
+
+@contextmanager
+def clocks() -> Iterator[dict[str, float]]:
+    """CPU seconds in evaluation, on validation data, and on test data after the first epoch of a task, while open."""
+    seconds = {"evaluation": 0.0, "validation": 0.0, "first epoch": 0.0}
+    places = [
+        (SupervisedTemplate, "eval", "evaluation"),
+        (session, "_accuracy", "first epoch"),
+        (PlateauPlugin, "loss", "validation"),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in places]
+
+    def with_clock(function, part):
+        def call(*args, **kwargs):
+            start = process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[part] += process_time() - start
+
+        return call
+
+    for (owner, name, part), original in zip(places, originals, strict=True):
+        setattr(owner, name, with_clock(original, part))
+    try:
+        yield seconds
+    finally:
+        for (owner, name, _), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    arguments = parser.parse_args()
+    for row in rows(arguments.quick, arguments.data):
+        print(row)

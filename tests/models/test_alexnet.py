@@ -31,3 +31,24 @@ def test_with_running_statistics_samples_do_not_depend_on_each_other(running):
     x = torch.randn(4, 3, 32, 32)
     together, apart = model.features(x), model.features(x[[0, 1, 1, 1]])
     assert torch.allclose(together[0], apart[0], atol=1e-5) == running
+
+
+def papers_order(features):
+    """The same modules with each ReLU right after its normalisation."""
+    modules = list(features)
+    for start in (0, 5, 10):
+        weights, norm, dropout, pool, relu = modules[start : start + 5]
+        modules[start : start + 5] = [weights, norm, relu, dropout, pool]
+    return torch.nn.Sequential(*modules)
+
+
+def test_values_and_gradients_are_those_of_the_papers_order():
+    torch.manual_seed(0)
+    model, x = AlexNet(), torch.randn(4, 3, 32, 32)
+    results = []
+    for features in (model.features, papers_order(model.features)):
+        torch.manual_seed(1)
+        y = features(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), list(model.features.parameters()))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,8 +1,18 @@
+from copy import deepcopy
+
 import pytest
 import torch
 from torchvision.models import resnet18
 
-from became_avalanche import AlexNet, BecameMergePlugin, GPMPlugin, LeNet, MultiHeadNetwork, PreActResNet18
+from became_avalanche import (
+    AlexNet,
+    BecameMergePlugin,
+    GPMPlugin,
+    LeNet,
+    MultiHeadNetwork,
+    PreActResNet18,
+    ReducedResNet18,
+)
 from tests.helpers import blobs, naive
 
 
@@ -69,3 +79,19 @@ def test_only_the_heads_of_a_batch_are_computed(make):
     x = torch.zeros(4, 3, 32, 32)
     strategy.model(x, torch.tensor([2, 0, 2, 0]))
     assert sorted(called) == ["0", "2"]
+
+
+@pytest.mark.parametrize("make", [AlexNet, LeNet, ReducedResNet18])
+def test_feature_maps_are_channels_last_in_training_and_in_copies(make):
+    """Pooling and normalisation are faster that way; a single module that breaks it would cost what it gains."""
+    size = 84 if make is ReducedResNet18 else 32
+    model = deepcopy(make())
+    kept = []
+    for layer in model.features.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_hook(
+                lambda _, __, y: kept.append(y.is_contiguous(memory_format=torch.channels_last))
+            )
+    model.features(torch.randn(2, 3, size, size))
+    assert kept
+    assert all(kept)
