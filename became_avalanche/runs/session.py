@@ -45,6 +45,7 @@ from became_avalanche.runs.method import Method
 from became_avalanche.runs.progress import Event, Report, ignore
 from became_avalanche.runs.spec import RunSpec, SpecError
 from became_avalanche.runs.store import RunFolder, Store, StoreError
+from became_avalanche.strategy.allocator import keep_freed_memory
 from became_avalanche.strategy.checkpoint import load_strategy_state, not_resumable, strategy_state
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.passes import data_pass
@@ -235,6 +236,8 @@ class Session:
         for plugin in self.method_plugins:
             if isinstance(plugin, BecameMergePlugin):
                 plugin.keep_last_merge = plugin.keep_last_merge or keep == "endpoints"
+        if spec.device == "cpu":
+            keep_freed_memory()
         recipe = spec.effective_recipe
         RNGManager.set_random_seeds(spec.seed)
         self.stream, model = open_stream(spec, data), make_network(spec)
