@@ -152,6 +152,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._serve_batch(strategy)
+        super().before_forward(strategy, **kwargs)
 
     def before_eval_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._serve_batch(strategy)
