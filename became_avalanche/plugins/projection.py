@@ -139,7 +139,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
 
     def parts(self, name: str) -> list[str]:
         """The parameters that are protected together with the weight ``name``: itself, and its bias if augmented."""
-        return [name, self.layers.biases[name]] if name in self._augmented else [name]
+        return [name, *self.layers.biases[name]] if name in self._augmented else [name]
 
     def groups(self, name: str) -> int:
         """Number of groups of the layer with weight ``name``: that of a grouped convolution, otherwise 1."""
@@ -219,9 +219,8 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         for name in self.layers.protected:
             if name not in self.memory:  # new, or not used so far
                 continue
-            bias = self.layers.biases.get(name)
-            if bias is not None and name not in self._augmented and self.bias != "free":
-                frozen.append(bias)
+            if name not in self._augmented and self.bias != "free":
+                frozen += self.layers.biases.get(name, [])
             guarded = [parameters[part] for part in self.parts(name)]
             self.memory[name] = stored_like(self.memory[name], parameters[name])
             layers = self.layers.protected[name]
@@ -317,10 +316,10 @@ def refuse_divergence(name: str, observed: Tensor) -> None:
         raise DivergenceError(f"what was observed of {name} is not finite")
 
 
-def _trainable_together(model: nn.Module, biases: dict[str, str]) -> set[str]:
-    """The weights that train together with their bias."""
+def _trainable_together(model: nn.Module, biases: dict[str, list[str]]) -> set[str]:
+    """The weights that train together with the one bias that they have."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {weight for weight, bias in biases.items() if {weight, bias} <= trainable}
+    return {weight for weight, own in biases.items() if len(own) == 1 and {weight, *own} <= trainable}
 
 
 def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:

@@ -31,8 +31,8 @@ class LayerMap:
 
     protected: dict[str, list[Layer]] = field(default_factory=dict)
     """Weight name -> the layers that use this weight (more than one if layers share it)."""
-    biases: dict[str, str] = field(default_factory=dict)
-    """Weight name -> name of the bias beside it, where there is one."""
+    biases: dict[str, list[str]] = field(default_factory=dict)
+    """Weight name -> names of the biases beside it, where there are any (several if layers share the weight)."""
     normalisation: list[str] = field(default_factory=list)
     """Names of the parameters of normalisation layers."""
     unprotectable: list[str] = field(default_factory=list)
@@ -54,7 +54,8 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
             weight = names[id(own["weight"])]
             layers.protected.setdefault(weight, []).append(module)
             if "bias" in own:
-                layers.biases[weight] = names[id(own["bias"])]
+                biases = layers.biases.setdefault(weight, [])
+                biases += {names[id(own["bias"])]} - set(biases)
         elif isinstance(module, NORMALISATION):
             layers.normalisation += [names[id(parameter)] for parameter in own.values()]
         else:

@@ -242,7 +242,7 @@ def test_map_sorts_a_model_into_kinds():
     )
     layers = map_layers(model, skip=["7"])
     assert set(layers.protected) == {"0.weight", "2.weight"}
-    assert layers.biases == {"0.weight": "0.bias"}
+    assert layers.biases == {"0.weight": ["0.bias"]}
     assert layers.normalisation == ["1.weight", "1.bias", "3.weight", "3.bias"]
     assert [name.split()[0] for name in layers.unprotectable] == ["4", "5", "6", "6.parametrizations.weight"]
 
