@@ -207,7 +207,9 @@ def recorded_inputs(
         for name, users in layers.items():
             for layer in users:
                 hook = layer.register_forward_pre_hook(
-                    lambda module, args, kwargs, name=name: record(name, module, args, kwargs), with_kwargs=True
+                    lambda module, args, kwargs, name=name: record(name, module, args, kwargs),
+                    with_kwargs=True,
+                    prepend=True,  # before hooks that change the input
                 )
                 hooks.callback(hook.remove)
         yield matrices

@@ -95,7 +95,7 @@ COMPANIONS = {
 
 
 def trained(monkeypatch, worthwhile, make_plugin, optimizer="sgd", companion="nothing"):
-    """Weights at the end, the inputs of all experiences, and whether gradients came projected from the backward pass."""
+    """Weights at the end, the inputs of all experiences, and whether gradients came projected out of backward."""
     others, strategy_class, model, _ = COMPANIONS[companion]
     answers = []
     explains = backward.ProjectedBackward.explains
