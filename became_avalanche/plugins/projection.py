@@ -135,6 +135,10 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         self._complain(unseen, "were trained but never called as modules, so their inputs are unknown")
         return inputs
 
+    def single_precision(self) -> bool:
+        """Whether products of inputs in float32 are good enough: they change energies by up to 1e-5 of the total."""
+        return False
+
     # ------------------------------------------------------------------------------------- for methods, read only
 
     def parts(self, name: str) -> list[str]:
@@ -152,7 +156,9 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         dataset = strategy.experience.dataset
         with (
             data_pass(strategy, dataset, batch_size, self.n_samples, num_workers) as batches,
-            recorded_inputs(self.layers.protected, ones=self._augmented, batch_mean=batch_mean) as inputs,
+            recorded_inputs(
+                self.layers.protected, ones=self._augmented, batch_mean=batch_mean, single=self.single_precision()
+            ) as inputs,
         ):
             for _ in batches:
                 pass

@@ -141,8 +141,45 @@ def test_matrix_never_grows_beyond_the_gram_matrix():
     matrix = InputMatrix()
     for _ in range(50):
         matrix.add(torch.randn(1, 8, 3))
-        held = sum(t.numel() for t in vars(matrix).values() if t is not None)
+        held = sum(t.numel() for t in vars(matrix).values() if isinstance(t, torch.Tensor))
         assert held <= 8 * 8 + 8 * 3
+
+
+def decaying(groups, d, n, seed):
+    """Columns with energies over eight orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    rotations = torch.linalg.qr(torch.randn(groups, d, d, generator=generator, dtype=torch.float64)).Q
+    return rotations @ (torch.logspace(0, -4, d).double()[:, None] * torch.randn(groups, d, n, generator=generator))
+
+
+@pytest.mark.parametrize("d", [256, 257, 700])
+def test_gram_matrix_of_blocks_is_that_of_the_whole(d):
+    columns, matrix = decaying(2, d, d + 50, seed=0), InputMatrix()
+    for part in columns.split(400, dim=-1):
+        matrix.add(part)
+    u = torch.linalg.qr(torch.randn(2, d, 5, dtype=torch.float64)).Q
+    gram = columns @ columns.mT
+    torch.testing.assert_close(matrix.energy_along(u), (u * (gram @ u)).sum(-2))
+    energies, vectors = matrix.residual_spectrum(u)
+    residual = columns - u @ (u.mT @ columns)
+    torch.testing.assert_close((vectors * energies.unsqueeze(-2)) @ vectors.mT, residual @ residual.mT)
+
+
+@pytest.mark.parametrize("old", [0, 40])
+def test_single_precision_changes_energies_by_less_than_1e_5(old):
+    columns = decaying(1, 300, 2000, seed=0).float()
+    u = torch.linalg.qr(torch.randn(1, 300, old, dtype=torch.float64)).Q
+    spectra = []
+    for single in (False, True):
+        matrix = InputMatrix(single=single)
+        matrix.add(columns)
+        spectra.append(matrix.residual_spectrum(u))
+    total = float(columns.double().square().sum())
+    (exact, _), (energies, vectors) = spectra
+    assert (energies.cumsum(-1) - exact.cumsum(-1)).abs().max() < 1e-5 * total
+    residual = columns.double() - u @ (u.mT @ columns.double())
+    held = (vectors.mT @ residual).square().sum(-1).cumsum(-1)  # what the vectors hold in truth
+    assert (held - exact.cumsum(-1)).abs().max() < 1e-5 * total
 
 
 def test_empty_matrix_says_so():
