@@ -152,9 +152,10 @@ class InputMatrix:
         _add_gram(self._lower, columns if self.single and d > _BLOCK else columns.double())
 
     @property
-    def _gram(self) -> Tensor | None:
-        """``C``, once there are as many columns as rows."""
-        if not self._mirrored and self._lower is not None:
+    def _gram(self) -> Tensor:
+        """``C``, which there is once there are as many columns as rows."""
+        assert self._lower is not None
+        if not self._mirrored:
             self._lower = self._lower.tril() + self._lower.tril(-1).mT
             self._mirrored = True
         return self._lower
@@ -173,9 +174,8 @@ class InputMatrix:
     def energy_along(self, basis: Tensor) -> Tensor:
         """``uᵀ C u`` for each vector ``u`` of ``basis``: the energy of the inputs along it."""
         basis = basis.double()
-        gram = self._gram
-        if gram is not None:
-            return (basis * (gram @ basis)).sum(-2).clamp(min=0)
+        if self._lower is not None:
+            return (basis * (self._gram @ basis)).sum(-2).clamp(min=0)
         return (self._kept_columns().mT @ basis).square().sum(-2)
 
     def compressed(self) -> Tensor:
@@ -192,17 +192,19 @@ class InputMatrix:
 
     def residual_spectrum(self, basis: Tensor) -> tuple[Tensor, Tensor]:
         """Squared singular values, descending, and left singular vectors of ``Â = A − U Uᵀ A``."""
-        gram = self._gram
-        if gram is None:
+        if self._lower is None:
             columns = self._kept_columns()
             vectors, values, _ = torch.linalg.svd(columns - basis @ (basis.mT @ columns), full_matrices=False)
             return values.square(), vectors
-        left = gram - basis @ (basis.mT @ gram)
-        residual = left - (left @ basis) @ basis.mT
-        residual = (residual + residual.mT) / 2
-        if self.single and residual.shape[-1] > _BLOCK:
-            residual = residual.float()
-        energies, vectors = torch.linalg.eigh(residual)
+        large = self._lower.shape[-1] > _BLOCK
+        if large and basis.shape[-1] == 0:
+            residual = self._lower  # the lower half is all that is read of it
+        else:
+            gram = self._gram
+            left = gram - basis @ (basis.mT @ gram)
+            residual = left - (left @ basis) @ basis.mT
+            residual = (residual + residual.mT) / 2
+        energies, vectors = torch.linalg.eigh(residual.float() if self.single and large else residual)
         return energies.flip(-1).clamp(min=0).double(), vectors.flip(-1).double()
 
     def _kept_columns(self) -> Tensor:
