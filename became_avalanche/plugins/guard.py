@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,6 +18,29 @@ from torch import Tensor, nn
 from became_avalanche.subspace.backward import ProjectedBackward
 from became_avalanche.subspace.basis import Projector
 from became_avalanche.subspace.layers import Layer, as_rows, from_rows
+
+
+@dataclass(frozen=True)
+class Step:
+    """What guards need to know of the optimizer in a step."""
+
+    linear: bool
+    """Whether the optimizer is SGD, whose updates are linear in the gradients and the weights."""
+    momentum: bool
+    fresh: bool
+    """Whether the optimizer remembers nothing of earlier steps."""
+    decays: dict[int, float]
+    """``id`` of a parameter -> its weight decay."""
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> Step:
+        groups = optimizer.param_groups
+        return Step(
+            linear=type(optimizer) is torch.optim.SGD and not any(group["maximize"] for group in groups),
+            momentum=any(group.get("momentum", 0) for group in groups),
+            fresh=not optimizer.state,
+            decays={id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]},
+        )
 
 
 class Guard:
@@ -69,10 +93,10 @@ class Guard:
 
     # ------------------------------------------------------------------------------------------------- forward pass
 
-    def enter_forward(self, optimizer: torch.optim.Optimizer) -> None:
+    def enter_forward(self, step: Step) -> None:
         """Let large Linear layers compute so that their gradient comes projected out of the backward pass."""
         back = self._backward
-        if back is None or not self._in_gradient(optimizer) or _has_hooks(self.parameters):
+        if back is None or not self._in_gradient(step) or _has_hooks(self.parameters):
             return
         back.uses.clear()
         for layer in self._layers:
@@ -87,17 +111,17 @@ class Guard:
 
     # -------------------------------------------------------------------------------------------------------- update
 
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_update(self, step: Step) -> None:
         self._start = []
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if len(gradients) < len(self.parameters):
             return
-        if not self._in_gradient(optimizer):
+        if not self._in_gradient(step):
             self._momentum_is_projected = False
             self._start = [parameter.detach().clone() for parameter in self.parameters]
             return
         self._project_gradients(gradients)
-        decay = self._decays(optimizer)[0]
+        decay = step.decays.get(id(self.parameters[0]), 0)
         if decay:
             if not self._protected_part:
                 weights = [parameter.detach() for parameter in self.parameters]
@@ -140,22 +164,15 @@ class Guard:
     def _projected(self, tensors: list[Tensor]) -> list[Tensor]:
         return from_rows(self.project(as_rows(tensors, self.groups)), tensors)
 
-    def _in_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _in_gradient(self, step: Step) -> bool:
         """Whether projected gradients are projected updates."""
-        if type(optimizer) is not torch.optim.SGD or any(group["maximize"] for group in optimizer.param_groups):
-            return False
-        if not optimizer.state:
+        if step.fresh:
             self._momentum_is_projected = True
-        if not self._momentum_is_projected and any(group["momentum"] for group in optimizer.param_groups):
+        if not step.linear or (step.momentum and not self._momentum_is_projected):
             return False
-        decays = set(self._decays(optimizer))
-        constant = isinstance(self.project, Projector) and self.project.whole
-        return decays == {0} or (len(decays) == 1 and constant)
-
-    def _decays(self, optimizer: torch.optim.Optimizer) -> list[float]:
-        """The weight decay of each parameter; 0 for those that the optimizer does not have."""
-        decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-        return [decays.get(id(parameter), 0) for parameter in self.parameters]
+        decays = {step.decays.get(id(parameter), 0) for parameter in self.parameters}
+        whole = isinstance(self.project, Projector) and self.project.whole
+        return decays == {0} or (len(decays) == 1 and whole)
 
 
 def _has_hooks(parameters: Iterable[nn.Parameter]) -> bool:

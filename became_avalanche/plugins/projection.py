@@ -13,7 +13,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.files import suggestion
-from became_avalanche.plugins.guard import Guard, gradients_are_private
+from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.heads import task_heads
 from became_avalanche.strategy.passes import data_pass, mean_gradients, refuse_online
@@ -239,8 +239,9 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self._guards and not self._suspensions and gradients_are_private(strategy, self):
+            step = Step.of(strategy.optimizer)
             for guard in self._guards:
-                guard.enter_forward(strategy.optimizer)
+                guard.enter_forward(step)
 
     def after_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         for guard in self._guards:
@@ -248,11 +249,12 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
 
     @torch.no_grad()
     def before_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        step = Step.of(strategy.optimizer)
         for guard in self._guards:
             if self._suspensions:
                 guard.note_free_update()
             else:
-                guard.before_update(strategy.optimizer)
+                guard.before_update(step)
 
     @torch.no_grad()
     def after_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:

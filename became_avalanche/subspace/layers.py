@@ -72,8 +72,12 @@ def is_below(name: str, prefixes: Collection[str]) -> bool:
 
 
 def as_rows(tensors: Sequence[Tensor], groups: int) -> Tensor:
-    """Tensors with one entry per output unit (a weight, its bias) side by side, as rows (groups, out / groups, d)."""
-    return torch.cat([tensor.reshape(groups, len(tensor) // groups, -1) for tensor in tensors], dim=-1)
+    """Tensors with one entry per output unit (a weight, its bias) side by side, as rows (groups, out / groups, d).
+
+    The rows of a single tensor are a view of it where possible.
+    """
+    rows = [tensor.reshape(groups, len(tensor) // groups, -1) for tensor in tensors]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
 
 def from_rows(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
