@@ -1,4 +1,4 @@
-.PHONY: test test-long demo clean
+.PHONY: test test-long demo speed clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,6 +15,9 @@ test-long: .venv/installed
 demo: .venv/installed
 	$(BIN)/became compare --benchmark split-digits --seeds 2 --out runs/demo \
 		--methods finetune,ewc,lwf,agem,er,finetune+became,gpm,gpm-2x,gpm+became
+
+speed: .venv/installed
+	$(BIN)/python experiments/speed/table.py $(if $(DATA),--data $(DATA))
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

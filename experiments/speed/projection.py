@@ -50,7 +50,7 @@ def measured(
     def measure(strategy: Naive) -> None:
         if plugin.experiences not in tasks:
             return
-        batches = [data for data, _ in zip(strategy.dataloader, range(2), strict=False)]
+        batches = [next(iter(strategy.dataloader))]
         with_plugin = strategy.plugins
         without = [own for own in with_plugin if own is not plugin]
         ranks = ", ".join(str(rank) for rank in plugin.ranks().values())
