@@ -134,9 +134,9 @@ class InputMatrix:
     def __init__(self, *, single: bool = False) -> None:
         """Init.
 
-        :param single: if there are more than 256 rows, multiply columns in the precision in which they come, add up in
-            float64, and find eigenvectors in float32. That changes energies by less than 1e-5 of the total, and
-            directions of less energy than that are not orthogonal to the others.
+        :param single: multiply columns of float32 with more than 256 rows as they come, add up in float64, and find
+            eigenvectors in float32. That changes energies by less than 1e-5 of the total, and directions of less energy
+            than that are not orthogonal to the others.
         """
         self.single = single
         self._columns: Tensor | None = None
@@ -146,6 +146,7 @@ class InputMatrix:
     def add(self, columns: Tensor) -> None:
         """Append ``columns`` (groups, d, n)."""
         groups, d, _ = columns.shape
+        self.single &= columns.dtype == torch.float32
         if self._lower is None:
             if self._columns is not None:
                 columns = torch.cat([self._columns, columns.double()], dim=-1)

@@ -27,7 +27,7 @@ def rows(quick: bool) -> list[Row]:
     result = measured("AlexNet", AlexNet, GPMPlugin(), 64, tasks, tuple(OPTIMIZERS), repeats)
     for batch in (10, 64):
         network = "reduced ResNet18"
-        result += measured(network, ReducedResNet18, GPMPlugin(), batch, tasks, ("SGD",), repeats)
+        result += measured(network, partial(ReducedResNet18, 32), GPMPlugin(), batch, tasks, ("SGD",), repeats)
     if not quick:
         network = "pre-activation ResNet18"
         plugin = NSCLPlugin(n_samples=125)

@@ -183,6 +183,17 @@ def test_single_precision_changes_energies_by_less_than_1e_5(old, n):
     assert (held - exact.cumsum(-1)).abs().max() < 1e-5 * total
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_inputs_of_other_precision_are_multiplied_in_float64(dtype):
+    columns = decaying(1, 300, 2000, seed=0).to(dtype)
+    spectra = []
+    for single in (False, True):
+        matrix = InputMatrix(single=single)
+        matrix.add(columns)
+        spectra.append(matrix.residual_spectrum(matrix.empty_basis())[0])
+    assert torch.equal(*spectra)
+
+
 def test_empty_matrix_says_so():
     with pytest.raises(RuntimeError, match="empty"):
         InputMatrix().energy()
