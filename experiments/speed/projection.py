@@ -60,7 +60,8 @@ def measured(
                 strategy.dataloader = batches
                 work = {"plain": lambda: steps(strategy, without), "projected": lambda: steps(strategy, with_plugin)}
                 seconds = cpu_times(work, repeats)
-            what = f"projected / plain step, {network}, batch {batch}, {name}, after {plugin.experiences} tasks"
+            tasks_so_far = f"{plugin.experiences} task" + "s" * (plugin.experiences > 1)
+            what = f"projected / plain step, {network}, batch {batch}, {name}, after {tasks_so_far}"
             method = type(plugin).__name__.removesuffix("Plugin")
             note = f"{method}; {speed.kind_of_images()}; ranks {ranks}"
             result.append(at_most(GOALS[name], what, ratio(seconds, "projected", "plain"), note))
