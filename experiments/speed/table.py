@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def line(row: Row) -> str:
-    return f"| {row.what} | {row.value:.3g} | {row.goal} | {'yes' if row.met else '**no**'} | {row.note} |"
+    return f"| {row.what} | {row.value:.4g} | {row.goal} | {'yes' if row.met else '**no**'} | {row.note} |"
 
 
 def write_docs() -> None:
