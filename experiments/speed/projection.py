@@ -23,7 +23,7 @@ GOALS = {"SGD": 1.05, "SGD with momentum and weight decay": 1.15, "Adam": 1.15}
 
 
 def rows(quick: bool) -> list[Row]:
-    tasks, repeats = ((1,), 3) if quick else ((1, 5, 10), 9)
+    tasks, repeats = ((1,), 3) if quick else ((1, 5, 10), 15)
     result = measured("AlexNet", AlexNet, GPMPlugin(), 64, tasks, tuple(OPTIMIZERS), repeats)
     for batch in (10, 64):
         network = "reduced ResNet18"

@@ -299,3 +299,11 @@ def test_map_sorts_a_model_into_kinds():
 def test_skip_is_by_whole_names():
     model = nn.ModuleDict({"fc": nn.Linear(1, 1), "fc2": nn.Linear(1, 1)})
     assert set(map_layers(model, skip=["fc"]).protected) == {"fc2.weight"}
+
+
+def test_recorded_inputs_are_those_before_other_hooks_change_them():
+    layer = nn.Linear(3, 2)
+    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    with recorded_inputs({"weight": [layer]}) as matrices:
+        layer(torch.ones(1, 3))
+    assert float(matrices["weight"].energy()) == 3
