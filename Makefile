@@ -1,4 +1,4 @@
-.PHONY: test test-long demo tables clean
+.PHONY: test test-long demo tables speed clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,6 +18,9 @@ demo: .venv/installed
 
 tables: .venv/installed
 	$(BIN)/python -m experiments.tables
+
+speed: .venv/installed
+	$(BIN)/python experiments/speed/table.py $(if $(DATA),--data $(DATA))
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -13,6 +13,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.files import suggestion
+from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.heads import task_heads
 from became_avalanche.strategy.passes import data_pass, mean_gradients, refuse_online
@@ -23,7 +24,6 @@ from became_avalanche.subspace.layers import (
     InputMatrix,
     LayerMap,
     as_rows,
-    from_rows,
     map_layers,
     recorded_inputs,
 )
@@ -47,9 +47,9 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
     ``IncrementalClassifier``) are left out. Parameters of normalisation layers are frozen after the first experience;
     their running statistics keep updating, which is a source of drift.
 
-    The promise holds with any optimizer. Under plain SGD (no momentum, no weight decay) the gradient is projected;
-    under any other optimizer the update is, since momentum, weight decay and adaptive steps leave the subspace that
-    the gradient lies in. Optimizer state does not survive from one experience to the next.
+    The promise holds with any optimizer. Under SGD the gradient is projected, weight decay included; under any other
+    optimizer the update is, since adaptive steps leave the subspace that the gradient lies in. Optimizer state does not
+    survive from one experience to the next.
 
     **Writing a method.** A subclass implements ``update_memory`` and ``protected``. If it needs more of the life cycle,
     it overrides ``observe`` (what the memory is made of: by default the inputs of the layers), ``projector`` (what is
@@ -106,8 +106,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         self.layers: LayerMap
         """The layers of the model in the experience being trained; empty between experiences."""
         self._augmented: set[str]
-        self._guards: list[_Guard]
-        self._in_gradient: bool
+        self._guards: list[Guard] = []
         self._forget_experience()
 
     @abstractmethod
@@ -136,11 +135,15 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         self._complain(unseen, "were trained but never called as modules, so their inputs are unknown")
         return inputs
 
+    def single_precision(self) -> bool:
+        """Whether products of inputs in float32 are good enough: they change energies by up to 1e-5 of the total."""
+        return False
+
     # ------------------------------------------------------------------------------------- for methods, read only
 
     def parts(self, name: str) -> list[str]:
         """The parameters that are protected together with the weight ``name``: itself, and its bias if augmented."""
-        return [name, self.layers.biases[name]] if name in self._augmented else [name]
+        return [name, *self.layers.biases[name]] if name in self._augmented else [name]
 
     def groups(self, name: str) -> int:
         """Number of groups of the layer with weight ``name``: that of a grouped convolution, otherwise 1."""
@@ -153,7 +156,9 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         dataset = strategy.experience.dataset
         with (
             data_pass(strategy, dataset, batch_size, self.n_samples, num_workers) as batches,
-            recorded_inputs(self.layers.protected, ones=self._augmented, batch_mean=batch_mean) as inputs,
+            recorded_inputs(
+                self.layers.protected, ones=self._augmented, batch_mean=batch_mean, single=self.single_precision()
+            ) as inputs,
         ):
             for _ in batches:
                 pass
@@ -213,7 +218,6 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         if self.bias == "augment":
             self._augmented = _trainable_together(strategy.model, self.layers.biases)
         strategy.make_optimizer(reset_optimizer_state=True)
-        self._in_gradient = _is_plain_sgd(strategy.optimizer)
         if self.experiences == 0:
             return
         parameters = dict(strategy.model.named_parameters())
@@ -221,30 +225,42 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         for name in self.layers.protected:
             if name not in self.memory:  # new, or not used so far
                 continue
-            bias = self.layers.biases.get(name)
-            if bias is not None and name not in self._augmented and self.bias != "free":
-                frozen.append(bias)
+            if name not in self._augmented and self.bias != "free":
+                frozen += self.layers.biases.get(name, [])
             guarded = [parameters[part] for part in self.parts(name)]
             self.memory[name] = stored_like(self.memory[name], parameters[name])
-            self._guards.append(_Guard(name, guarded, self.groups(name), self.projector(name)))
-        self._guards += [_Guard(name, [parameters[name]], 1, torch.zeros_like) for name in frozen]
+            layers = self.layers.protected[name]
+            self._guards.append(Guard(name, guarded, self.projector(name), layers, self.groups(name)))
+        self._guards += [Guard(name, [parameters[name]], torch.zeros_like) for name in frozen]
+
+    def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        for guard in self._guards:
+            guard.note_epoch()
+
+    def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if self._guards and not self._suspensions and gradients_are_private(strategy, self):
+            step = Step.of(strategy.optimizer)
+            for guard in self._guards:
+                guard.enter_forward(step)
+
+    def after_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        for guard in self._guards:
+            guard.leave_forward()
 
     @torch.no_grad()
     def before_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        if self._suspensions:
-            return
+        step = Step.of(strategy.optimizer)
         for guard in self._guards:
-            if self._in_gradient:
-                guard.project_gradient()
+            if self._suspensions:
+                guard.note_free_update()
             else:
-                guard.note_start()
+                guard.before_update(step)
 
     @torch.no_grad()
     def after_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        if self._suspensions or self._in_gradient:
-            return
-        for guard in self._guards:
-            guard.project_update()
+        if not self._suspensions:
+            for guard in self._guards:
+                guard.after_update()
 
     @torch.no_grad()
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
@@ -263,8 +279,9 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
     def _forget_experience(self) -> None:
         self.layers = LayerMap()
         self._augmented = set()
+        for guard in self._guards:
+            guard.leave_forward()  # in place if the model failed in its forward pass
         self._guards = []
-        self._in_gradient = True
 
     def _map_layers(self, model: nn.Module) -> LayerMap:
         modules = dict(model.named_modules())
@@ -307,49 +324,10 @@ def refuse_divergence(name: str, observed: Tensor) -> None:
         raise DivergenceError(f"what was observed of {name} is not finite")
 
 
-class _Guard:
-    """One protected weight, with its bias if that is protected too, during an experience.
-
-    A frozen parameter is one that is protected in all directions.
-    """
-
-    def __init__(
-        self, name: str, parameters: list[nn.Parameter], groups: int, project: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.parameters, self.groups, self.project = parameters, groups, project
-        self.start: list[Tensor] = []
-        try:
-            self._projected([parameter.detach() for parameter in parameters])
-        except RuntimeError as error:
-            raise ValueError(
-                f"the memory of {name} does not fit its weight of shape {tuple(parameters[0].shape)}: the layer has "
-                "changed its inputs, or the memory comes from another model or another setting of bias"
-            ) from error
-
-    def project_gradient(self) -> None:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if len(gradients) == len(self.parameters):
-            for gradient, projected in zip(gradients, self._projected(gradients), strict=True):
-                gradient.copy_(projected)
-
-    def note_start(self) -> None:
-        used = all(parameter.grad is not None for parameter in self.parameters)
-        self.start = [parameter.detach().clone() for parameter in self.parameters] if used else []
-
-    def project_update(self) -> None:
-        if self.start:
-            updates = [parameter - start for parameter, start in zip(self.parameters, self.start, strict=True)]
-            for parameter, start, update in zip(self.parameters, self.start, self._projected(updates), strict=True):
-                parameter.copy_(start + update)
-
-    def _projected(self, tensors: list[Tensor]) -> list[Tensor]:
-        return from_rows(self.project(as_rows(tensors, self.groups)), tensors)
-
-
-def _trainable_together(model: nn.Module, biases: dict[str, str]) -> set[str]:
-    """The weights that train together with their bias."""
+def _trainable_together(model: nn.Module, biases: dict[str, list[str]]) -> set[str]:
+    """The weights that train together with the one bias that they have."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {weight for weight, bias in biases.items() if {weight, bias} <= trainable}
+    return {weight for weight, own in biases.items() if len(own) == 1 and {weight, *own} <= trainable}
 
 
 def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:
@@ -366,10 +344,3 @@ def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:
                 f"{homes or 'none'} of them: Avalanche could not tell where those of the next task belong. Put all of "
                 f"them into one group, as with {{'params': model.{name}.parameters()}}"
             )
-
-
-def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is exactly ``-lr * gradient``, so that a projected gradient is a projected update."""
-    return type(optimizer) is torch.optim.SGD and not any(
-        group["momentum"] or group["weight_decay"] or group["nesterov"] for group in optimizer.param_groups
-    )

@@ -56,3 +56,7 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
     def threshold_of(self, t: int) -> float:
         """The threshold of task ``t``, counted from 1."""
         return self.threshold + (t - 1) * self.increment
+
+    def single_precision(self) -> bool:
+        """As long as what the threshold leaves out is far more than what rounding changes."""
+        return self.threshold_of(self.experiences + 1) <= 1 - 1e-3

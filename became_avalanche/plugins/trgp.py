@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,10 @@ import torch.nn.functional as F
 from avalanche.training.plugins import LRSchedulerPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
 from became_avalanche.strategy.protocols import OwnsParameters
+from became_avalanche.subspace import backward
 from became_avalanche.subspace.basis import compact, orthonormal, reach
 from became_avalanche.subspace.layers import InputMatrix, Layer, as_rows, from_rows, map_layers
 
@@ -38,7 +39,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
     in place of the layer's weight ``W``, whose updates are projected: ``G <- G − G U Uᵀ``. Later tasks leave ``W S_i``
     where it is, so the ``Q_i`` of each task stay valid.
 
-    The model is left as it is: hooks add the scaled term to the outputs of layers while the strategy trains and
+    The parameters of the model are left as they are: layers compute with the scaled term while the strategy trains and
     evaluates, with the matrices of the batch's task. Use ``task`` to call the model outside the strategy.
     The matrices are trained by the strategy's optimizer, as a parameter group that comes and goes with the experience.
     """
@@ -67,7 +68,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
         self._training: dict[str, dict[int, nn.Parameter]] = {}
         self._model: nn.Module | None = None
         self._served: int | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._attached: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -152,6 +153,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._serve_batch(strategy)
+        super().before_forward(strategy, **kwargs)
 
     def before_eval_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._serve_batch(strategy)
@@ -225,15 +227,15 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
         """Let ``model`` compute with the scales of the task ``label``, or as it is."""
         if model is self._model and label == self._served:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._model, self._served, self._hooks = model, label, []
+        for detach in self._attached:
+            detach()
+        self._model, self._served, self._attached = model, label, []
         known: dict[Any, Any] = {**self.scales, self._label: self._training} if self._training else self.scales
         scales = known.get(label, {})
         layers = map_layers(model).protected if scales else {}
         for name in layers.keys() & scales.keys():
-            term = _ScaledTerm([(self.space(name, task), scale) for task, scale in scales[name].items()])
-            self._hooks += [layer.register_forward_hook(term, with_kwargs=True) for layer in layers[name]]
+            scaling = _Scaling([(self.space(name, task), scale) for task, scale in scales[name].items()])
+            self._attached += [scaling.attach(layer) for layer in layers[name]]
 
     # ----------------------------------------------------------------------------------------------------- optimizer
 
@@ -263,14 +265,51 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
 
 
 @dataclass
-class _ScaledTerm:
-    """A forward hook that adds ``W S (Q − I) Sᵀ A``, for each ``S`` and ``Q``, to the output of a layer."""
+class _Scaling:
+    """Lets a layer compute with ``W + Σ W S (Q − I) Sᵀ`` for pairs of ``S`` and ``Q``."""
 
     scaled: list[tuple[Tensor, Tensor]]
 
-    def __call__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    def attach(self, layer: Layer) -> Callable[[], None]:
+        """Let ``layer`` compute so until the function that this returns is called."""
+        if isinstance(layer, nn.Linear):
+            dimension = self.scaled[0][0].shape[-2]
+            operations = sum(4 * layer.out_features * space.numel() for space, _ in self.scaled)
+            if operations >= backward.WORTHWHILE and dimension == layer.in_features:
+                return layer.register_forward_pre_hook(self.scale_input, with_kwargs=True).remove
+        elif "forward" not in vars(layer):  # otherwise it is somebody else's
+            layer.forward = partial(self.convolve, layer)  # type: ignore[method-assign]
+            return partial(delattr, layer, "forward")
+        return layer.register_forward_hook(self.add_to_output, with_kwargs=True).remove
+
+    def scale_input(self, layer: Layer, args: Any, kwargs: Any) -> tuple[tuple[Tensor], dict[str, Any]]:
+        """A hook that gives the layer ``x + Σ S (Q − I) Sᵀ x``, for a large layer far cheaper than scaling ``W``."""
         x = args[0] if args else kwargs["input"]
-        augmented = self.scaled[0][0].shape[-2] > layer.weight[0].numel()  # the bias is part of the layer's memory
+        scaled = x
+        for space, scale in self.scaled:
+            inside = x @ space[0]
+            scaled = scaled + (inside @ scale[0].mT - inside) @ space[0].mT
+        return (scaled,), {}
+
+    def convolve(self, layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Tensor) -> Tensor:
+        """The convolution with the scaled weight."""
+        weight, *bias = self._term(layer)
+        own = layer.bias + bias[0] if bias and layer.bias is not None else layer.bias
+        output: Tensor = layer._conv_forward(input, layer.weight + weight, own)
+        return output
+
+    def add_to_output(self, layer: Layer, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        """A hook that adds ``Σ W S (Q − I) Sᵀ x`` to the output."""
+        x = args[0] if args else kwargs["input"]
+        weight, *bias = self._term(layer)
+        if isinstance(layer, nn.Linear):
+            return output + F.linear(x, weight, *bias)
+        scaled: Tensor = layer._conv_forward(x, weight, bias[0] if bias else None)
+        return output + scaled
+
+    def _term(self, layer: Layer) -> list[Tensor]:
+        """``Σ W S (Q − I) Sᵀ`` in the shape of the weight, and what it adds to the bias if that is part of ``S``."""
+        augmented = self.scaled[0][0].shape[-2] > layer.weight[0].numel()
         parts = (layer.weight, layer.bias) if augmented else (layer.weight,)
         parameters = [part for part in parts if part is not None]
         rows = as_rows(parameters, getattr(layer, "groups", 1))
@@ -278,11 +317,7 @@ class _ScaledTerm:
         for space, scale in self.scaled:
             inside = rows @ space
             term = term + (inside @ scale - inside) @ space.mT
-        weight, *bias = from_rows(term, parameters)
-        if isinstance(layer, nn.Linear):
-            return output + F.linear(x, weight, *bias)
-        scaled: Tensor = layer._conv_forward(x, weight, bias[0] if bias else None)
-        return output + scaled
+        return from_rows(term, parameters)
 
 
 def _identity(space: Tensor) -> Tensor:

@@ -96,6 +96,8 @@ class Projector:
 
     factor: Tensor
     complement: bool
+    whole: bool = True
+    """Whether directions are removed as a whole or not at all, so that projecting twice is projecting once."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Project ``rows`` (groups, out, d)."""
@@ -108,6 +110,7 @@ class Projector:
         if importance is None:
             importance = basis.new_ones(basis.shape[0], basis.shape[-1])
         importance = importance.to(basis).unsqueeze(-2)
+        whole = not bool(((importance > 0) & (importance < 1)).any())
         removed = compact(basis * importance.sqrt())
         weak = compact(basis * (1 - importance).clamp(min=0).sqrt())
         basis = compact(basis)
@@ -115,9 +118,9 @@ class Projector:
         rank = ranks(basis)
         fewest = int(rank.min())
         if dimension - fewest + weak.shape[-1] >= removed.shape[-1]:
-            return Projector(removed, complement=False)
+            return Projector(removed, complement=False, whole=whole)
         # A zero column adds nothing to a Householder QR: the columns from a group's rank on span its complement.
         full = torch.linalg.qr(basis.double(), mode="complete").Q[..., fewest:]
         beyond = torch.arange(fewest, dimension, device=basis.device) >= rank.unsqueeze(-1)
         free = (full * beyond.unsqueeze(-2)).to(basis.dtype)
-        return Projector(compact(torch.cat([free, weak], dim=-1)), complement=True)
+        return Projector(compact(torch.cat([free, weak], dim=-1)), complement=True, whole=whole)

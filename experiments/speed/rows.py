@@ -1,6 +1,20 @@
-"""A row of the table of speed."""
+"""What the measurements of speed share: a row of the table, images, and clocks."""
 
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+import torch
+from avalanche.benchmarks.scenarios import GenericCLScenario
+from avalanche.logging import BaseLogger
+from avalanche.training.plugins import EvaluationPlugin, SupervisedPlugin
+from avalanche.training.supervised import Naive
+
+from became_avalanche import split_cifar100
+from became_avalanche.benchmarks.tensors import benchmark_of
 
 
 @dataclass
@@ -17,3 +31,83 @@ class Row:
     """Whether the value meets the goal."""
     note: str
     """How it was measured, or what bounds it."""
+
+
+DATA: Path | None = None
+"""Folder with ``cifar-100-python``; without one, images are random."""
+
+
+def at_most(limit: float, what: str, value: float, note: str) -> Row:
+    """A row whose value should be at most ``limit``."""
+    return Row(what, value, f"≤ {limit:g}", value <= limit, note)
+
+
+def at_least(limit: float, what: str, value: float, note: str) -> Row:
+    """A row whose value should be at least ``limit``."""
+    return Row(what, value, f"≥ {limit:g}", value >= limit, note)
+
+
+def images(n_tasks: int = 10) -> GenericCLScenario:
+    """10-Split CIFAR-100, or as many tasks of random images of the same shape."""
+    if DATA is not None:
+        return split_cifar100(n_tasks, dataset_root=DATA)
+    generator = torch.Generator().manual_seed(0)
+    tasks = [
+        (torch.randint(256, (1000, 3, 32, 32), dtype=torch.uint8, generator=generator), torch.arange(1000) % 10)
+        for _ in range(n_tasks)
+    ]
+    return benchmark_of(tasks, [], tasks, [lambda x: x.float() / 128 - 1] * n_tasks, None)
+
+
+def kind_of_images() -> str:
+    return "random images" if DATA is None else "CIFAR-100"
+
+
+def strategy_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugins: list[SupervisedPlugin], batch: int, **options
+) -> Naive:
+    """A strategy that prints nothing."""
+    evaluator = EvaluationPlugin(loggers=[BaseLogger()])
+    return Naive(model=model, optimizer=optimizer, plugins=plugins, evaluator=evaluator, train_mb_size=batch, **options)
+
+
+def cpu_times(
+    work: Mapping[str, Callable[[], object]], repeats: int, *, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """CPU seconds of each function in interleaved repeats; a first round to warm up does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in range(repeats + warm_up):
+        for name, run in work.items():
+            start = process_time()
+            run()
+            if repeat or not warm_up:
+                seconds[name].append(process_time() - start)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, list[float]], of: str, to: str) -> float:
+    """The median over repeats of the time of one function divided by that of the other."""
+    return median(own / other for own, other in zip(seconds[of], seconds[to], strict=True))
+
+
+class Pause(SupervisedPlugin):
+    """Stops the training of each experience after a few batches, and calls a function before its first one."""
+
+    def __init__(self, batches: int, call: Callable[[Naive], None]) -> None:
+        super().__init__()
+        self.batches, self.call = batches, call
+
+    def before_training_epoch(self, strategy: Naive, **kwargs: object) -> None:
+        self.call(strategy)
+        loader = strategy.dataloader
+        strategy.dataloader = [batch for batch, _ in zip(loader, range(self.batches), strict=False)]
+
+
+@contextmanager
+def untouched(strategy: Naive):
+    """A context for steps of training that are undone at its end."""
+    optimizer, plugins, loader = strategy.optimizer, strategy.plugins, strategy.dataloader
+    weights = {name: tensor.clone() for name, tensor in strategy.model.state_dict().items()}
+    yield
+    strategy.model.load_state_dict(weights)
+    strategy.optimizer, strategy.plugins, strategy.dataloader = optimizer, plugins, loader

@@ -141,8 +141,57 @@ def test_matrix_never_grows_beyond_the_gram_matrix():
     matrix = InputMatrix()
     for _ in range(50):
         matrix.add(torch.randn(1, 8, 3))
-        held = sum(t.numel() for t in vars(matrix).values() if t is not None)
+        held = sum(t.numel() for t in vars(matrix).values() if isinstance(t, torch.Tensor))
         assert held <= 8 * 8 + 8 * 3
+
+
+def decaying(groups, d, n, seed):
+    """Columns with energies over eight orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    rotations = torch.linalg.qr(torch.randn(groups, d, d, generator=generator, dtype=torch.float64)).Q
+    return rotations @ (torch.logspace(0, -4, d).double()[:, None] * torch.randn(groups, d, n, generator=generator))
+
+
+@pytest.mark.parametrize("d", [256, 257, 700])
+def test_gram_matrix_of_blocks_is_that_of_the_whole(d):
+    columns, matrix = decaying(2, d, d + 50, seed=0), InputMatrix()
+    for part in columns.split(400, dim=-1):
+        matrix.add(part)
+    u = torch.linalg.qr(torch.randn(2, d, 5, dtype=torch.float64)).Q
+    gram = columns @ columns.mT
+    torch.testing.assert_close(matrix.energy_along(u), (u * (gram @ u)).sum(-2))
+    energies, vectors = matrix.residual_spectrum(u)
+    residual = columns - u @ (u.mT @ columns)
+    torch.testing.assert_close((vectors * energies.unsqueeze(-2)) @ vectors.mT, residual @ residual.mT)
+
+
+@pytest.mark.parametrize("n", [100, 2000])
+@pytest.mark.parametrize("old", [0, 40])
+def test_single_precision_changes_energies_by_less_than_1e_5(old, n):
+    columns = decaying(1, 300, n, seed=0).float()
+    u = torch.linalg.qr(torch.randn(1, 300, old, dtype=torch.float64)).Q
+    spectra = []
+    for single in (False, True):
+        matrix = InputMatrix(single=single)
+        matrix.add(columns)
+        spectra.append(matrix.residual_spectrum(u))
+    total = float(columns.double().square().sum())
+    (exact, _), (energies, vectors) = spectra
+    assert (energies.cumsum(-1) - exact.cumsum(-1)).abs().max() < 1e-5 * total
+    residual = columns.double() - u @ (u.mT @ columns.double())
+    held = (vectors.mT @ residual).square().sum(-1).cumsum(-1)  # what the vectors hold in truth
+    assert (held - exact.cumsum(-1)).abs().max() < 1e-5 * total
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_inputs_of_other_precision_are_multiplied_in_float64(dtype):
+    columns = decaying(1, 300, 2000, seed=0).to(dtype)
+    spectra = []
+    for single in (False, True):
+        matrix = InputMatrix(single=single)
+        matrix.add(columns)
+        spectra.append(matrix.residual_spectrum(matrix.empty_basis())[0])
+    assert torch.equal(*spectra)
 
 
 def test_empty_matrix_says_so():
@@ -242,7 +291,7 @@ def test_map_sorts_a_model_into_kinds():
     )
     layers = map_layers(model, skip=["7"])
     assert set(layers.protected) == {"0.weight", "2.weight"}
-    assert layers.biases == {"0.weight": "0.bias"}
+    assert layers.biases == {"0.weight": ["0.bias"]}
     assert layers.normalisation == ["1.weight", "1.bias", "3.weight", "3.bias"]
     assert [name.split()[0] for name in layers.unprotectable] == ["4", "5", "6", "6.parametrizations.weight"]
 
@@ -250,3 +299,11 @@ def test_map_sorts_a_model_into_kinds():
 def test_skip_is_by_whole_names():
     model = nn.ModuleDict({"fc": nn.Linear(1, 1), "fc2": nn.Linear(1, 1)})
     assert set(map_layers(model, skip=["fc"]).protected) == {"fc2.weight"}
+
+
+def test_recorded_inputs_are_those_before_other_hooks_change_them():
+    layer = nn.Linear(3, 2)
+    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    with recorded_inputs({"weight": [layer]}) as matrices:
+        layer(torch.ones(1, 3))
+    assert float(matrices["weight"].energy()) == 3

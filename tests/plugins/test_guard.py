@@ -1,0 +1,208 @@
+"""Projecting batches in the backward pass equals projecting gradients, is taken where it should be, and protects."""
+
+import pytest
+import torch
+from avalanche.training.plugins import AGEMPlugin, EWCPlugin, LwFPlugin
+from avalanche.training.supervised import Naive
+from torch import nn
+
+from became_avalanche import GPMPlugin, SGPPlugin, TRGPPlugin
+from became_avalanche.subspace import backward
+from tests.helpers import Network, Spy, blobs, naive, weights
+from tests.plugins.test_projection import OPTIMIZERS, InputStore, excess_drift
+
+EVERYWHERE, NOWHERE = -float("inf"), float("inf")
+
+
+def wide(bias=True):
+    return Network(nn.Sequential(nn.Linear(30, 24, bias=bias), nn.ReLU(), nn.Linear(24, 10, bias=bias), nn.ReLU()), 10)
+
+
+class Twice(nn.Module):
+    """Uses one layer twice, and another layer with the same weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(30, 24), nn.Linear(24, 24), nn.Linear(24, 24)
+        self.third.weight = self.second.weight
+
+    def forward(self, x):
+        return self.third(self.second(self.second(self.first(x).relu()).relu()).relu()).relu()
+
+
+class Functional(nn.Module):
+    """Uses the weight of a layer in the layer and outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(30, 24, bias=False), nn.Linear(24, 24, bias=False)
+
+    def forward(self, x):
+        x = self.second(self.first(x).relu()).relu()
+        return nn.functional.linear(x, self.second.weight).relu()
+
+
+class Accumulating(Naive):
+    """Makes a step after every second batch."""
+
+    def training_epoch(self, **kwargs):
+        self.optimizer.zero_grad()
+        for number, batch in enumerate(self.dataloader):
+            self.mbatch = batch
+            self._unpack_minibatch()
+            self._before_forward(**kwargs)
+            self.mb_output = self.forward()
+            self._after_forward(**kwargs)
+            self.loss = self.criterion()
+            self.backward()
+            if number % 2:
+                self._before_update(**kwargs)
+                self.optimizer_step()
+                self._after_update(**kwargs)
+                self.optimizer.zero_grad()
+
+
+class Autocast(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def clip(strategy):
+    nn.utils.clip_grad_norm_(strategy.model.parameters(), 0.1)
+
+
+def scale_by_hooks(strategy):
+    """A hook on each weight, which sees gradients in the backward pass."""
+    for parameter in strategy.model.features.parameters():
+        parameter.register_hook(lambda gradient: gradient.sign() * 0.01)
+
+
+# What stands beside the projection: plugins, the strategy, the model, and whether batches may be projected.
+COMPANIONS = {
+    "nothing": (lambda: [], Naive, wide, True),
+    "ewc": (lambda: [EWCPlugin(10.0)], Naive, wide, False),
+    "lwf": (lambda: [LwFPlugin(1.0, 2.0)], Naive, wide, False),
+    "a-gem": (lambda: [AGEMPlugin(20, 20)], Naive, wide, False),
+    "clipping after the backward pass": (lambda: [Spy(after_backward=clip)], Naive, wide, False),
+    "clipping before the update": (lambda: [Spy(before_update=clip)], Naive, wide, False),
+    "gradient hooks": (lambda: [Spy(before_training_exp=scale_by_hooks)], Naive, wide, False),
+    "accumulation": (lambda: [], Accumulating, wide, False),
+    "autocast": (lambda: [], Naive, lambda: Network(Autocast(nn.Linear(30, 24), nn.ReLU()), 24), False),
+    "shared weights": (lambda: [], Naive, lambda: Network(Twice(), 24), True),
+    "weight used outside its layer": (lambda: [], Naive, lambda: Network(Functional(), 24), False),
+}
+
+
+def trained(monkeypatch, worthwhile, make_plugin, optimizer="sgd", companion="nothing"):
+    """Weights at the end, the inputs of all experiences, and whether gradients came projected out of backward."""
+    others, strategy_class, model, _ = COMPANIONS[companion]
+    answers = []
+    explains = backward.ProjectedBackward.explains
+    with monkeypatch.context() as patch:
+        patch.setattr(backward, "WORTHWHILE", worthwhile)
+        patch.setattr(
+            backward.ProjectedBackward, "explains", lambda *args: answers.append(explains(*args)) or answers[-1]
+        )
+        torch.manual_seed(0)
+        model, store = model(), InputStore()
+        strategy = naive(model, [make_plugin(), *others(), store], OPTIMIZERS[optimizer](model.parameters()))
+        strategy.__class__ = strategy_class
+        for experience in blobs(samples=8, shape=(30,)).train_stream:
+            strategy.train(experience)
+    return weights(model), store, answers
+
+
+PLUGINS = {
+    "gpm": lambda: GPMPlugin(0.95, 0.0),
+    "gpm, most directions": lambda: GPMPlugin(1, n_samples=None),
+    "gpm, biases too": lambda: GPMPlugin(0.95, bias="augment"),
+    "sgp": lambda: SGPPlugin(2),
+    "trgp": lambda: TRGPPlugin(),
+}
+
+
+@pytest.mark.parametrize("companion", COMPANIONS)
+@pytest.mark.parametrize("plugin", ["gpm", "sgp"])
+def test_projecting_batches_equals_projecting_gradients_beside(plugin, companion, monkeypatch):
+    fast, _, answers = trained(monkeypatch, EVERYWHERE, PLUGINS[plugin], companion=companion)
+    slow, _, none = trained(monkeypatch, NOWHERE, PLUGINS[plugin], companion=companion)
+    for name, tensor in slow.items():
+        torch.testing.assert_close(fast[name], tensor, atol=2e-5, rtol=1e-3)
+    assert not none
+    assert bool(answers and all(answers)) == COMPANIONS[companion][3]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_projecting_batches_equals_projecting_gradients_with(optimizer, plugin, monkeypatch):
+    fast, _, answers = trained(monkeypatch, EVERYWHERE, PLUGINS[plugin], optimizer)
+    slow, _, _ = trained(monkeypatch, NOWHERE, PLUGINS[plugin], optimizer)
+    for name, tensor in slow.items():
+        torch.testing.assert_close(fast[name], tensor, atol=2e-5, rtol=1e-3)
+    decays = optimizer in ("decay", "momentum and decay")
+    taken = "adam" not in optimizer and not (plugin == "sgp" and decays)
+    assert bool(answers) == taken
+    assert all(answers)
+
+
+@pytest.mark.parametrize("companion", [name for name in COMPANIONS if name != "autocast"])
+def test_old_outputs_stay_beside(companion, monkeypatch):
+    make = lambda: GPMPlugin(1, n_samples=None)  # noqa: E731
+    _, store, _ = trained(monkeypatch, EVERYWHERE, make, companion=companion)
+    assert excess_drift(store, 1) < 1e-4
+
+
+def test_every_step_of_a_large_layer_is_taken_from_the_backward_pass(monkeypatch):
+    _, _, answers = trained(monkeypatch, EVERYWHERE, PLUGINS["gpm"])
+    assert answers == [True] * (2 * 2 * 2)  # later tasks, epochs of one batch, layers
+
+
+def test_small_layers_are_projected_as_ever(monkeypatch):
+    _, _, answers = trained(monkeypatch, backward.WORTHWHILE, PLUGINS["gpm"])
+    assert not answers
+
+
+def test_layers_compute_as_usual_after_a_failure_in_the_forward_pass(monkeypatch):
+    monkeypatch.setattr(backward, "WORTHWHILE", EVERYWHERE)
+    model = wide()
+    strategy = naive(model, [GPMPlugin()])
+    first, second, _ = blobs(samples=8, shape=(30,)).train_stream
+    strategy.train(first)
+
+    def fail(*args):
+        raise ZeroDivisionError
+
+    hook = model.features[3].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        strategy.train(second)
+    hook.remove()
+    strategy.train(second)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_steps_without_projection_do_not_return_through_the_momentum():
+    """What a suspended step leaves in the momentum of SGD is protected from later."""
+    model = wide(bias=False)
+    plugin = GPMPlugin(1, n_samples=None)
+    strategy = naive(model, [plugin], torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), train_mb_size=4)
+    first, second, _ = blobs(samples=8, shape=(30,)).train_stream
+    strategy.train(first)
+    basis = plugin.memory["features.0.weight"]["basis"][0]
+    seen = []
+
+    def alternate(strategy):
+        seen.append(model.features[0].weight.detach() @ basis)
+        if len(seen) == 1:
+            contexts.append(plugin.suspended())
+            contexts[0].__enter__()
+        elif len(seen) == 2:
+            contexts[0].__exit__(None, None, None)
+
+    contexts = []
+    strategy.plugins.append(Spy(before_training_iteration=alternate))
+    strategy.train(second)
+    seen.append(model.features[0].weight.detach() @ basis)
+    assert (seen[1] - seen[0]).abs().max() > 1e-3  # the suspended step
+    for later in seen[2:]:
+        assert (later - seen[1]).abs().max() < 1e-5
