@@ -225,7 +225,7 @@ def test_task_of_a_loaded_plugin_needs_the_model():
     model = strategy.model.eval()
     with pytest.raises(ValueError, match="not met a model yet"), other.task(2):
         pass
-    with pytest.raises(ValueError, match=r"no task 7; learned so far: \[0, 1, 2\]"), plugin.task(7):
+    with pytest.raises(ValueError, match=r"no task 7 has been learned; choose one of: \[0, 1, 2\]"), plugin.task(7):
         pass
     with plugin.task(2):
         expected = model(x, 2)
