@@ -73,6 +73,9 @@ class Local:
     """Its group of runs."""
 
 
+DEFAULT_LOCAL = Local()
+
+
 # ------------------------------------------------------------------------------------------------------------ parts
 
 
@@ -423,7 +426,7 @@ def train(
 def run(
     spec: RunSpec,
     store: Store,
-    local: Local = Local(),  # noqa: B008
+    local: Local = DEFAULT_LOCAL,
     report: Report = ignore,
     patience: float = 1.0,
 ) -> Record:
