@@ -22,6 +22,7 @@ def became(monkeypatch, capsys, tmp_path):
     """Call the command in this process, in an empty folder; returns exit code, standard output and standard error."""
     monkeypatch.setitem(catalogue.BENCHMARKS, "blobs", BLOBS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # the command adds the working directory
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["became", *arguments])
@@ -153,6 +154,14 @@ def test_the_same_method_by_two_names_is_one_row(became):
     code, out, _ = compare(became, "connector-2x,nscl-2x", "--tasks", "1")
     assert code == 0
     assert len(re.findall(r"^nscl-2x ", out, re.M)) == 1
+
+
+def test_a_plugin_in_the_working_directory_is_found(became, tmp_path):
+    (tmp_path / "plugin_beside.py").write_text(
+        "from became_avalanche import GPMPlugin\n\n\nclass Mine(GPMPlugin):\n    pass\n"
+    )
+    code, out, err = compare(became, "plugin_beside:Mine,plugin_beside:Mine+became", "--tasks", "2")
+    assert (code, "plugin_beside:Mine+became over plugin_beside:Mine: " in out) == (0, True), err
 
 
 def test_hyperparameters_that_were_not_tuned_are_named(became, monkeypatch):
