@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from became_avalanche.plugins.control import EqualTrainingPlugin
     from became_avalanche.plugins.gpcns import GPCNSPlugin
     from became_avalanche.plugins.gpm import GPMPlugin
-    from became_avalanche.plugins.merge import BecameMergePlugin, MergeRecord
+    from became_avalanche.plugins.merge import BecameMergePlugin
     from became_avalanche.plugins.nscl import LaterTaskLR, NSCLPlugin, nscl_groups
     from became_avalanche.plugins.owm import OWMPlugin
     from became_avalanche.plugins.plateau import PlateauPlugin, TrainingPlateauPlugin
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from became_avalanche.plugins.trgp import TRGPPlugin
     from became_avalanche.results.figures import path_figure
     from became_avalanche.results.metrics import METRICS
-    from became_avalanche.results.record import Record, read_record, read_records
+    from became_avalanche.results.record import MergeRecord, Record, read_record, read_records
     from became_avalanche.runs.catalogue import Benchmark, find_benchmark
     from became_avalanche.runs.engines import Inline, Processes, Ray
     from became_avalanche.runs.method import Method
@@ -72,7 +72,7 @@ _HOMES = {
     "LeNet": "models.lenet",
     "METRICS": "results.metrics",
     "MergeInputs": "merging.rules",
-    "MergeRecord": "plugins.merge",
+    "MergeRecord": "results.record",
     "Method": "runs.method",
     "MultiHeadMLP": "models.mlp",
     "MultiHeadNetwork": "models.multihead",

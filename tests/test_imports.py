@@ -13,7 +13,7 @@ ALLOWED = {
     "subspace": set(),
     "merging": {"subspace"},
     "strategy": {"files", *MATHS},
-    "plugins": {"files", "strategy", *MATHS},
+    "plugins": {"files", "results", "strategy", *MATHS},
     "benchmarks": {"files"},
     "models": set(),
     "metrics": {"strategy"},

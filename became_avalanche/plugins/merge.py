@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from math import isfinite
 from time import perf_counter
 from typing import Any
@@ -24,35 +23,12 @@ from became_avalanche.merging.rules import (
     norm,
     quadratic_form,
 )
+from became_avalanche.results.record import MergeRecord
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.protocols import Suspendable
 from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended, publish
 from became_avalanche.strategy.weights import interpolate, restore, snapshot, trainable
-
-
-@dataclass(frozen=True)
-class MergeRecord:
-    """What a merge did, with Δ = θ̂ − θ_GP and d = θ_GP − θ*_{t-1}."""
-
-    t: int
-    """The task, counted from 1."""
-    coefficient: float
-    """λ; its mean over all elements that moved if the rule gives more than one."""
-    plasticity: float
-    """Δᵀ F_t(θ̂) Δ."""
-    stability: float
-    """Δᵀ Λ_{t-1} Δ."""
-    drift: float
-    """dᵀ Λ_{t-1} d."""
-    drift_along_delta: float
-    """dᵀ Λ_{t-1} Δ, which Eq. 20 assumes to be zero."""
-    delta_norm: float
-    """‖Δ‖."""
-    drift_norm: float
-    """‖d‖."""
-    seconds: float
-    """Both Fisher estimates, the coefficient and the new weights."""
 
 
 class BecameMergePlugin(StagedPlugin):
@@ -120,7 +96,7 @@ class BecameMergePlugin(StagedPlugin):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later merges depend on, and the records of the earlier ones."""
-        return {**super().state_dict(), "merges": [asdict(record) for record in self.merges]}
+        return {**super().state_dict(), "merges": [record.model_dump() for record in self.merges]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that ``state_dict`` returned."""

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from os import PathLike
@@ -31,7 +31,6 @@ from became_avalanche.plugins.plateau import PlateauPlugin
 from became_avalanche.plugins.projection import GradientProjectionPlugin
 from became_avalanche.results.record import (
     Matrix,
-    MergeRecord,
     Record,
     RecordError,
     Seconds,
@@ -349,7 +348,7 @@ class Session:
             error=error,
             accuracy={name: _matrix(matrix) for name, matrix in self.matrices.items()},
             tasks=self.tasks,
-            merges=[MergeRecord(**asdict(merge)) for plugin in merging for merge in plugin.merges],
+            merges=[merge for plugin in merging for merge in plugin.merges],
             peak_memory_bytes=_peak_memory(torch.device(self.spec.device)),
             environment=environment(),
             resumed=self.resumed,
