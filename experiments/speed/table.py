@@ -1,4 +1,4 @@
-"""Measures what the package costs, prints a table, and writes it to results.json beside this file.
+"""Measures what the package costs, prints a table, and writes it to measured.json beside this file.
 
     python experiments/speed/table.py [--quick] [--data FOLDER] [--only projection trgp ...] [--docs]
 
@@ -19,9 +19,9 @@ import torch
 from rows import Row
 
 MODULES = ("projection", "memory_update", "trgp", "merge_share", "many_tasks", "networks", "pipeline")
-RESULTS = Path(__file__).with_name("results.json")
+RESULTS = Path(__file__).with_name("measured.json")
 DOCS = Path(__file__).parents[2] / "docs" / "speed.md"
-START, END = "<!-- speed: python experiments/speed/table.py --docs -->", "<!-- end of speed -->"
+START, END = "<!-- measured, by table.py --docs -->", "<!-- end -->"
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with cifar-100-python; random images without it")
     parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="measure these; keep other rows")
     parser.add_argument(
-        "--docs", action="store_true", help="write the table of results.json into docs/speed.md, no more"
+        "--docs", action="store_true", help="write the table of measured.json into docs/speed.md, no more"
     )
     arguments = parser.parse_args()
     if arguments.docs:
