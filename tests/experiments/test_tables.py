@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -95,3 +96,11 @@ def test_no_command_in_the_docs_writes_into_committed_results():
 
 def test_nothing_of_the_old_format_is_left():
     assert not [path for name in ("results.json", "table.csv") for path in (ROOT / "experiments").rglob(name)]
+
+
+def test_the_table_of_speed_is_the_measured_one():
+    measured = json.loads((ROOT / "experiments" / "speed" / "measured.json").read_text())
+    page = (ROOT / "docs" / "speed.md").read_text()
+    rows = [row for own in measured.values() for row in own]
+    assert page.count("| yes |") + page.count("| **no** |") == len(rows)
+    assert all(f"| {row['what']} | {row['value']:.4g} | {row['goal']} |" in page for row in rows)
