@@ -13,7 +13,7 @@ test-long: .venv/installed
 	$(BIN)/pytest -m long
 
 demo: .venv/installed
-	$(BIN)/became compare --benchmark split-digits --seeds 2 --out runs/demo --engine processes \
+	$(BIN)/became compare --benchmark split-digits --seeds 3 --out runs/demo --engine processes \
 		--methods finetune,ewc,lwf,agem,er,finetune+became,gpm,gpm-2x,gpm+became
 
 tables: .venv/installed

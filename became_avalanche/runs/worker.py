@@ -12,6 +12,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 with warnings.catch_warnings():
@@ -25,7 +26,7 @@ from became_avalanche.runs.spec import RunSpec, SpecError
 from became_avalanche.runs.store import Store, StoreError
 
 if TYPE_CHECKING:
-    from became_avalanche.runs.progress import Report
+    from became_avalanche.runs.progress import Event, Report
     from became_avalanche.runs.session import Local
 
 Message = tuple[str, Any]
@@ -57,7 +58,24 @@ def serve(connection: Connection, data: Any) -> None:
         except EOFError:
             return
         spec = RunSpec.model_validate(content)
-        connection.send(run_one(spec, Store(Path(root)), local, lambda event: connection.send(("event", vars(event)))))
+        connection.send(
+            run_one(spec, Store(Path(root)), local, _calm(lambda event: connection.send(("event", vars(event)))))
+        )
+
+
+def _calm(report: Report) -> Report:
+    """``report`` without most epochs: a person cannot read more than a few a second, and each costs the parent time."""
+    last = 0.0
+
+    def calm(event: Event) -> None:
+        nonlocal last
+        if event.kind == "epoch":
+            if monotonic() - last < 0.3:
+                return
+            last = monotonic()
+        report(event)
+
+    return calm
 
 
 def _end_with_parent() -> None:
