@@ -236,7 +236,7 @@ def _run_study(
     """Train what is missing and show the tables."""
     chosen_engine = _engine(engine, workers, address)  # first: it may import torch in another process meanwhile
     from became_avalanche.runs.progress import Progress
-    from became_avalanche.runs.session import Local
+    from became_avalanche.runs.run import Local
     from became_avalanche.runs.store import Store
     from became_avalanche.runs.study import missing, status_of
 

@@ -32,7 +32,7 @@ from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED
 from became_avalanche.runs.engines import Processes
 from became_avalanche.runs.method import Method
 from became_avalanche.runs.progress import Progress
-from became_avalanche.runs.session import Local
+from became_avalanche.runs.run import Local
 from became_avalanche.runs.spec import RunSpec, SpecError
 from became_avalanche.runs.store import Store, StoreError
 from became_avalanche.runs.study import missing, records_of, status_of

@@ -21,7 +21,7 @@ from became_avalanche.runs.spec import RunSpec, SpecError
 from became_avalanche.runs.store import Store, StoreError
 
 if TYPE_CHECKING:
-    from became_avalanche.runs.session import Local
+    from became_avalanche.runs.run import Local
     from became_avalanche.runs.worker import Message
 
 

@@ -6,23 +6,20 @@ import platform
 import resource
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from avalanche.logging import BaseLogger
 from avalanche.training.determinism.rng_manager import RNGManager
 from avalanche.training.plugins import EvaluationPlugin, SupervisedPlugin
 from avalanche.training.supervised import JointTraining, Naive
-from avalanche.training.templates import SupervisedTemplate
 from torch import nn
 
 from became_avalanche.metrics.accuracy import AccuracyMatrix
@@ -32,7 +29,6 @@ from became_avalanche.plugins.projection import GradientProjectionPlugin
 from became_avalanche.results.record import (
     Matrix,
     Record,
-    RecordError,
     Seconds,
     StageRecord,
     Status,
@@ -43,37 +39,12 @@ from became_avalanche.runs.components import NETWORKS, find, options_of
 from became_avalanche.runs.method import Method
 from became_avalanche.runs.progress import Event, Report, ignore
 from became_avalanche.runs.spec import RunSpec, SpecError
-from became_avalanche.runs.store import RunFolder, Store, StoreError
+from became_avalanche.runs.trace import Trace, finite
 from became_avalanche.strategy.allocator import keep_freed_memory
 from became_avalanche.strategy.checkpoint import load_strategy_state, not_resumable, strategy_state
-from became_avalanche.strategy.divergence import DivergenceError
-from became_avalanche.strategy.passes import data_pass
-from became_avalanche.strategy.protocols import StageAware
 from became_avalanche.strategy.state import StatefulPlugin
-from became_avalanche.strategy.statefile import StateFileError
-
-if TYPE_CHECKING:
-    from became_avalanche.logging.wandb import WandBLogger
 
 Keep = Literal["checkpoint", "endpoints"]
-
-
-@dataclass(frozen=True)
-class Local:
-    """What a run needs beside its specification: it decides no number and may differ from machine to machine."""
-
-    data: str | PathLike[str] | None = None
-    """Folder of data sets."""
-    keep: Keep = "checkpoint"
-    """``endpoints`` keeps θ*_{t-1}, θ_GP and θ̂ of every merge, too."""
-    wandb: str | None = None
-    """Project of Weights & Biases to log to."""
-    group: str | None = None
-    """Its group of runs."""
-
-
-DEFAULT_LOCAL = Local()
-
 
 # ------------------------------------------------------------------------------------------------------------ parts
 
@@ -131,7 +102,8 @@ def _peak_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def _threads(n: int) -> Iterator[None]:
+def limited_threads(n: int) -> Iterator[None]:
+    """A context in which torch uses ``n`` threads on the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:
@@ -140,68 +112,10 @@ def _threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Trace(SupervisedPlugin, StageAware):
-    """Notes loss, learning rate and time of each epoch of each stage, and the accuracy after the first epoch."""
-
-    def __init__(self, plateau: PlateauPlugin | None, first_epoch_data: Any, report: Any) -> None:
-        super().__init__()
-        self.plateau, self.first_epoch_data, self.report = plateau, first_epoch_data, report
-        self.stages: list[dict[str, Any]] = []
-        self.first_epoch_accuracy: float | None = None
-
-    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self.stages, self.first_epoch_accuracy = [], None
-        self._start_stage()
-
-    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """Note a further stage of the same task."""
-        if stage > 1:
-            self.report("stage", stage - 1, self.stages[-1])
-            self._start_stage()
-
-    def _start_stage(self) -> None:
-        self.stages.append({"epochs": 0, **{name: [] for name in StageRecord.model_fields if name != "epochs"}})
-
-    def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._start, self._total, self._samples = perf_counter(), 0.0, 0
-        self._rate = strategy.optimizer.param_groups[0]["lr"]
-
-    def after_training_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        size = len(strategy.mb_y)
-        self._total = self._total + size * strategy.loss.detach()  # stays on the device
-        self._samples += size
-
-    def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        stage = self.stages[-1]
-        stage["epochs"] += 1
-        stage["training_loss"].append(_finite(float(self._total) / max(1, self._samples)))
-        if self.plateau is not None:
-            stage["validation_loss"].append(_finite(self.plateau.last_loss))
-        stage["learning_rate"].append(self._rate)
-        stage["seconds"].append(perf_counter() - self._start)
-        if len(self.stages) == 1 and stage["epochs"] == 1 and self.first_epoch_data is not None:
-            self.first_epoch_accuracy = _accuracy(strategy, self.first_epoch_data(strategy.experience))
-        self.report("epoch", len(self.stages), stage)
-
-
-@torch.no_grad()
-def _accuracy(strategy: SupervisedTemplate, dataset: Any) -> float:
-    right = samples = 0
-    with data_pass(strategy, dataset, strategy.eval_mb_size) as batches:
-        for size in batches:
-            right += int((strategy.mb_output.argmax(-1) == strategy.mb_y).sum())
-            samples += size
-    return right / samples
-
-
 def _flat(metrics: Sequence[Any]) -> Iterator[Any]:
     """The metrics in a list of metrics and lists of metrics, as Avalanche takes it."""
     for metric in metrics:
         yield from _flat(metric) if isinstance(metric, Sequence) else (metric,)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or value != value or value in (float("inf"), float("-inf")) else value
 
 
 # ---------------------------------------------------------------------------------------------------------- session
@@ -245,7 +159,7 @@ class Session:
         self.stream, model = open_stream(spec, data), make_network(spec)
         self.matrices = {name: AccuracyMatrix(name) for name in ("test", "valid") if name in self.stream.streams}
         schedule = recipe.plugins()
-        self._trace = _Trace(
+        self._trace = Trace(
             next((plugin for plugin in schedule if isinstance(plugin, PlateauPlugin)), None),
             None if spec.method.joint else self._test_data,
             self._report_stage,
@@ -363,7 +277,7 @@ class Session:
 
 
 def _matrix(matrix: AccuracyMatrix) -> Matrix:
-    return [[_finite(value) for value in row] for row in matrix.result().tolist()]
+    return [[finite(value) for value in row] for row in matrix.result().tolist()]
 
 
 # ------------------------------------------------------------------------------------------------------------- run
@@ -415,169 +329,8 @@ def train(
             method, seed, n_tasks=n_tasks, max_epochs=max_epochs, device=device, threads=threads
         )
     spec.check()
-    with _threads(spec.threads):
+    with limited_threads(spec.threads):
         session = Session(spec, data=dataset_root, plugins=plugins, loggers=loggers, metrics=metrics)
         while not session.finished:
             session.step()
         return session.record()
-
-
-def run(
-    spec: RunSpec,
-    store: Store,
-    local: Local = DEFAULT_LOCAL,
-    report: Report = ignore,
-    patience: float = 1.0,
-) -> Record:
-    """Bring a run to its end in its folder, and return its record.
-
-    A finished run is returned as it is. An interrupted one continues after its last finished task. A training that
-    diverges or fails ends with such a record; only what keeps the folder from being used raises an error (StoreError,
-    RecordError, SpecError).
-
-    :param spec: what to run.
-    :param store: the folder of runs.
-    :param local: what the run needs beside its specification.
-    :param report: is called with the events of the run.
-    :param patience: seconds to wait for another process that trains this run.
-    """
-    folder = store.open(spec)
-    with folder.locked(patience), _threads(spec.threads):
-        existing = folder.record()
-        if existing is not None and existing.finished:
-            return existing
-        folder.keep_spec(spec)
-        references = store.references(spec)
-        logger = _wandb_logger(spec, folder, local)
-        session: Session | None = None
-
-        def start() -> Session:
-            nonlocal session
-            session = Session(
-                spec,
-                data=local.data,
-                keep=local.keep,
-                report=report,
-                loggers=[logger] if logger else (),
-                metrics=_logged_metrics() if logger else (),
-            )
-            session.key, session.references = folder.path.name, references
-            return session
-
-        try:
-            record = _train_in(folder, start, local, report)
-        except DivergenceError:
-            record = _ended(spec, folder, session, "diverged")
-        except (KeyboardInterrupt, SystemExit):
-            with suppress(StoreError):
-                folder.log("interrupted")
-            _finish(logger, None)
-            raise
-        except (StoreError, RecordError, SpecError):
-            _finish(logger, None)
-            raise
-        except Exception:
-            record = _ended(spec, folder, session, "failed")
-        folder.save_record(record)
-        if record.status == "done":
-            folder.forget_checkpoints(before=len(record.tasks))
-        folder.log(record.status if record.error is None else f"{record.status}\n{record.error}")
-        _finish(logger, record)
-        return record
-
-
-def _train_in(folder: RunFolder, start: Callable[[], Session], local: Local, report: Report) -> Record:
-    """Train what is missing, with a checkpoint after each task."""
-    session, notes = _restored(folder, start)
-    for note in notes:
-        folder.log(note)
-        report(Event(session.spec.key(), "note", text=note))
-    finished = len(session.tasks)
-    if finished:
-        report(Event(session.spec.key(), "resumed", finished))
-    folder.log(f"resumed after {finished} tasks" if finished else f"started: {session.key}")
-    resumable = not session.not_resumable
-    while not session.finished:
-        session.step()
-        if local.keep == "endpoints" and (kept := session.endpoints()) is not None:
-            folder.save_endpoints(*kept)
-        if resumable:
-            folder.save_checkpoint(len(session.tasks), session.state())
-        if not session.finished:
-            folder.save_record(session.record())
-    return session.record()
-
-
-def _restored(folder: RunFolder, start: Callable[[], Session]) -> tuple[Session, list[str]]:
-    """A session that continues from the newest sound checkpoint, and what is wrong with newer ones.
-
-    :param start: makes a fresh session.
-    """
-    session, notes = start(), []
-    for path in [] if session.not_resumable else folder.checkpoints():
-        try:
-            session.load(folder.read_checkpoint(path))
-            break
-        except StateFileError as error:
-            notes.append(f"checkpoint ignored: {error}")
-        except Exception as error:  # a sound file with a state of another version of a plugin
-            notes.append(f"checkpoint ignored: {path} cannot be loaded: {error!r}")
-            session = start()
-    return session, notes
-
-
-def _ended(spec: RunSpec, folder: RunFolder, session: Session | None, status: Status) -> Record:
-    """The record of a run that ended early, with the traceback of the error being handled."""
-    error = traceback.format_exc()
-    if session is not None:
-        return session.record(status, error)
-    return Record(
-        key=folder.path.name,
-        spec=spec.completed().model_dump(mode="json"),
-        method=spec.method.name,
-        label=spec.method.shown,
-        references=spec.references,
-        status=status,
-        error=error,
-        environment=environment(),
-    )
-
-
-def _wandb_logger(spec: RunSpec, folder: RunFolder, local: Local) -> WandBLogger | None:
-    if local.wandb is None:
-        return None
-    from became_avalanche.logging.wandb import WandBLogger
-
-    try:
-        return WandBLogger(
-            local.wandb,
-            name=f"{spec.method.label or spec.method.name}-{spec.seed}",
-            group=local.group or spec.benchmark,
-            config=spec.completed().model_dump(mode="json"),
-            directory=folder.path,
-        )
-    except RuntimeError as error:
-        raise StoreError(str(error)) from None
-
-
-def _logged_metrics() -> list[Any]:
-    from avalanche.evaluation.metrics import loss_metrics
-
-    return [loss_metrics(epoch=True)]
-
-
-def _finish(logger: WandBLogger | None, record: Record | None) -> None:
-    """End the run of Weights & Biases, with the result of a run that is done."""
-    if logger is None:
-        return
-    if record is not None and record.status == "done":
-        import numpy as np
-
-        from became_avalanche.results.figures import run_figure
-        from became_avalanche.results.metrics import METRICS
-
-        values = {name.upper(): METRICS[name].of(record) for name in ("acc", "bwt")}
-        summary = {name: value for name, value in values.items() if value is not None}
-        accuracy = np.array(record.accuracy["test"], dtype=float)
-        logger.log_result(accuracy=accuracy, picture=run_figure(record), summary=summary)
-    logger.finish(exit_code=0 if record is not None and record.status == "done" else 1)

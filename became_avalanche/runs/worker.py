@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     # Avalanche warns on import that GEM, which is not used here, lacks a solver.
     warnings.filterwarnings("ignore", message="no QP solver found")
     from became_avalanche.benchmarks.files import share_loaded
-    from became_avalanche.runs.session import run
+    from became_avalanche.runs.run import run
 
 from became_avalanche.results.record import RecordError
 from became_avalanche.runs.spec import RunSpec, SpecError
@@ -27,7 +27,7 @@ from became_avalanche.runs.store import Store, StoreError
 
 if TYPE_CHECKING:
     from became_avalanche.runs.progress import Event, Report
-    from became_avalanche.runs.session import Local
+    from became_avalanche.runs.run import Local
 
 Message = tuple[str, Any]
 """``event`` and its fields, ``record`` and its text, or ``problem`` and what it is."""

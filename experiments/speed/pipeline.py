@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from became_avalanche import LeNet, MultiHeadMLP, PlateauPlugin, split_digits, train
 from became_avalanche.benchmarks.cifar import NORMALISATION
 from became_avalanche.benchmarks.tensors import benchmark_of, crop_and_flip, normalise
-from became_avalanche.runs import session
+from became_avalanche.runs import trace
 
 EPOCHS = {"digits": 20, "LeNet": 1}
 
@@ -166,7 +166,7 @@ def clocks() -> Iterator[dict[str, float]]:
     seconds = {"evaluation": 0.0, "validation": 0.0, "first epoch": 0.0}
     places = [
         (SupervisedTemplate, "eval", "evaluation"),
-        (session, "_accuracy", "first epoch"),
+        (trace, "_accuracy", "first epoch"),
         (PlateauPlugin, "loss", "validation"),
     ]
     originals = [getattr(owner, name) for owner, name, _ in places]

@@ -2,7 +2,7 @@ import pytest
 
 from became_avalanche.results.record import Record
 from became_avalanche.runs.engines import Outcome
-from became_avalanche.runs.session import Local
+from became_avalanche.runs.run import Local
 from became_avalanche.runs.store import Store
 from experiments import tune
 from experiments.tune import Tuning

@@ -17,7 +17,7 @@ from became_avalanche.benchmarks import files
 from became_avalanche.results.record import read_records
 from became_avalanche.runs.engines import ENGINES, _bring_back
 from became_avalanche.runs.progress import Progress, ignore
-from became_avalanche.runs.session import Local, run
+from became_avalanche.runs.run import Local, run
 from became_avalanche.runs.spec import RunSpec, SpecError, Stream
 
 from .conftest import contents, final_state, numbers, same, tiny

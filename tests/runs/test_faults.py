@@ -17,7 +17,7 @@ from became_avalanche import GPMPlugin, Session, Store, find_benchmark
 from became_avalanche.cli import became
 from became_avalanche.results.record import read_records
 from became_avalanche.runs import catalogue
-from became_avalanche.runs.session import run
+from became_avalanche.runs.run import run
 from became_avalanche.runs.store import StoreError
 from became_avalanche.runs.study import status_of
 

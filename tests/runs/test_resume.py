@@ -8,7 +8,7 @@ import time
 import pytest
 
 from became_avalanche import Session, Store
-from became_avalanche.runs.session import Local, run
+from became_avalanche.runs.run import Local, run
 from became_avalanche.runs.store import RunFolder
 from became_avalanche.runs.study import status_of
 from became_avalanche.strategy.statefile import read_state

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from became_avalanche import METRICS, Method, RunSpec, train
-from became_avalanche.runs import session
+from became_avalanche.runs import trace
 from became_avalanche.runs.components import SpecError
 from became_avalanche.runs.method import BASES, RULES
 from became_avalanche.runs.session import Session
@@ -119,7 +119,7 @@ def test_accuracy_after_the_first_epoch_is_that_of_an_independent_computation():
 @pytest.mark.parametrize(("benchmark", "name"), [(BLOBS, "gpm+became"), (IMAGES, "nscl+became"), (BLOBS, "er")])
 def test_measuring_after_the_first_epoch_changes_nothing(benchmark, name, monkeypatch):
     with_pass = trained(name, benchmark=benchmark)
-    monkeypatch.setattr(session, "_accuracy", lambda strategy, dataset: 0.5)
+    monkeypatch.setattr(trace, "_accuracy", lambda strategy, dataset: 0.5)
     without = trained(name, benchmark=benchmark)
     assert [task.first_epoch_accuracy for task in without[0].tasks] == [0.5, 0.5, 0.5]
     assert with_pass[0].accuracy == without[0].accuracy

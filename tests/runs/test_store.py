@@ -17,7 +17,7 @@ import pytest
 from became_avalanche import Session, Store
 from became_avalanche.files import sealed_json
 from became_avalanche.results.record import RecordError
-from became_avalanche.runs.session import run
+from became_avalanche.runs.run import run
 from became_avalanche.runs.spec import SpecError, read_spec
 from became_avalanche.runs.store import RunFolder, StoreError
 from became_avalanche.runs.study import status_of
@@ -293,16 +293,21 @@ def test_a_damaged_record_or_specification_is_refused_and_kept(damage, state, na
     assert contents(store.root) == before
 
 
-def test_every_changed_byte_of_a_record_is_noticed(whole, tmp_path):
+def test_no_changed_byte_changes_a_record_unnoticed(whole, tmp_path):
+    """The seventeenth digit of a number may change without changing the number."""
     folder = RunFolder(tmp_path / SPEC.key())
     folder.path.mkdir()
     sound = whole.folder(SPEC).record_path.read_bytes()
+    noticed = 0
     for place in range(0, len(sound), max(1, len(sound) // 300)):
         content = bytearray(sound)
         content[place] ^= 1
         folder.record_path.write_bytes(content)
-        with pytest.raises(RecordError):
-            folder.record()
+        try:
+            assert folder.record() == whole.find(SPEC), content[max(0, place - 20) : place + 20]
+        except RecordError:
+            noticed += 1
+    assert noticed > 250
 
 
 def test_the_record_of_another_run_is_refused(store, whole):

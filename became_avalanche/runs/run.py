@@ -1,0 +1,199 @@
+"""A run in its folder: lock it, continue after its last finished task, keep what it measures."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from became_avalanche.results.record import Record, RecordError, Status
+from became_avalanche.runs.progress import Event, Report, ignore
+from became_avalanche.runs.session import Keep, Session, environment, limited_threads
+from became_avalanche.runs.spec import RunSpec, SpecError
+from became_avalanche.runs.store import RunFolder, Store, StoreError
+from became_avalanche.strategy.divergence import DivergenceError
+from became_avalanche.strategy.statefile import StateFileError
+
+if TYPE_CHECKING:
+    from became_avalanche.logging.wandb import WandBLogger
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a run needs beside its specification: it decides no number and may differ from machine to machine."""
+
+    data: str | PathLike[str] | None = None
+    """Folder of data sets."""
+    keep: Keep = "checkpoint"
+    """``endpoints`` keeps θ*_{t-1}, θ_GP and θ̂ of every merge, too."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log to."""
+    group: str | None = None
+    """Its group of runs."""
+
+
+DEFAULT_LOCAL = Local()
+
+
+def run(
+    spec: RunSpec,
+    store: Store,
+    local: Local = DEFAULT_LOCAL,
+    report: Report = ignore,
+    patience: float = 1.0,
+) -> Record:
+    """Bring a run to its end in its folder, and return its record.
+
+    A finished run is returned as it is. An interrupted one continues after its last finished task. A training that
+    diverges or fails ends with such a record; only what keeps the folder from being used raises an error (StoreError,
+    RecordError, SpecError).
+
+    :param spec: what to run.
+    :param store: the folder of runs.
+    :param local: what the run needs beside its specification.
+    :param report: is called with the events of the run.
+    :param patience: seconds to wait for another process that trains this run.
+    """
+    folder = store.open(spec)
+    with folder.locked(patience), limited_threads(spec.threads):
+        existing = folder.record()
+        if existing is not None and existing.finished:
+            return existing
+        folder.keep_spec(spec)
+        references = store.references(spec)
+        logger = _wandb_logger(spec, folder, local)
+        session: Session | None = None
+
+        def start() -> Session:
+            nonlocal session
+            session = Session(
+                spec,
+                data=local.data,
+                keep=local.keep,
+                report=report,
+                loggers=[logger] if logger else (),
+                metrics=_logged_metrics() if logger else (),
+            )
+            session.key, session.references = folder.path.name, references
+            return session
+
+        try:
+            record = _train_in(folder, start, local, report)
+        except DivergenceError:
+            record = _ended(spec, folder, session, "diverged")
+        except (KeyboardInterrupt, SystemExit):
+            with suppress(StoreError):
+                folder.log("interrupted")
+            _finish(logger, None)
+            raise
+        except (StoreError, RecordError, SpecError):
+            _finish(logger, None)
+            raise
+        except Exception:
+            record = _ended(spec, folder, session, "failed")
+        folder.save_record(record)
+        if record.status == "done":
+            folder.forget_checkpoints(before=len(record.tasks))
+        folder.log(record.status if record.error is None else f"{record.status}\n{record.error}")
+        _finish(logger, record)
+        return record
+
+
+def _train_in(folder: RunFolder, start: Callable[[], Session], local: Local, report: Report) -> Record:
+    """Train what is missing, with a checkpoint after each task."""
+    session, notes = _restored(folder, start)
+    for note in notes:
+        folder.log(note)
+        report(Event(session.spec.key(), "note", text=note))
+    finished = len(session.tasks)
+    if finished:
+        report(Event(session.spec.key(), "resumed", finished))
+    folder.log(f"resumed after {finished} tasks" if finished else f"started: {session.key}")
+    resumable = not session.not_resumable
+    while not session.finished:
+        session.step()
+        if local.keep == "endpoints" and (kept := session.endpoints()) is not None:
+            folder.save_endpoints(*kept)
+        if resumable:
+            folder.save_checkpoint(len(session.tasks), session.state())
+        if not session.finished:
+            folder.save_record(session.record())
+    return session.record()
+
+
+def _restored(folder: RunFolder, start: Callable[[], Session]) -> tuple[Session, list[str]]:
+    """A session that continues from the newest sound checkpoint, and what is wrong with newer ones.
+
+    :param start: makes a fresh session.
+    """
+    session, notes = start(), []
+    for path in [] if session.not_resumable else folder.checkpoints():
+        try:
+            session.load(folder.read_checkpoint(path))
+            break
+        except StateFileError as error:
+            notes.append(f"checkpoint ignored: {error}")
+        except Exception as error:  # a sound file with a state of another version of a plugin
+            notes.append(f"checkpoint ignored: {path} cannot be loaded: {error!r}")
+            session = start()
+    return session, notes
+
+
+def _ended(spec: RunSpec, folder: RunFolder, session: Session | None, status: Status) -> Record:
+    """The record of a run that ended early, with the traceback of the error being handled."""
+    error = traceback.format_exc()
+    if session is not None:
+        return session.record(status, error)
+    return Record(
+        key=folder.path.name,
+        spec=spec.completed().model_dump(mode="json"),
+        method=spec.method.name,
+        label=spec.method.shown,
+        references=spec.references,
+        status=status,
+        error=error,
+        environment=environment(),
+    )
+
+
+def _wandb_logger(spec: RunSpec, folder: RunFolder, local: Local) -> WandBLogger | None:
+    if local.wandb is None:
+        return None
+    from became_avalanche.logging.wandb import WandBLogger
+
+    try:
+        return WandBLogger(
+            local.wandb,
+            name=f"{spec.method.shown}-{spec.seed}",
+            group=local.group or spec.benchmark,
+            config=spec.completed().model_dump(mode="json"),
+            directory=folder.path,
+        )
+    except RuntimeError as error:
+        raise StoreError(str(error)) from None
+
+
+def _logged_metrics() -> list[Any]:
+    from avalanche.evaluation.metrics import loss_metrics
+
+    return [loss_metrics(epoch=True)]
+
+
+def _finish(logger: WandBLogger | None, record: Record | None) -> None:
+    """End the run of Weights & Biases, with the result of a run that is done."""
+    if logger is None:
+        return
+    if record is not None and record.status == "done":
+        import numpy as np
+
+        from became_avalanche.results.figures import run_figure
+        from became_avalanche.results.metrics import METRICS
+
+        values = {name.upper(): METRICS[name].of(record) for name in ("acc", "bwt")}
+        summary = {name: value for name, value in values.items() if value is not None}
+        accuracy = np.array(record.accuracy["test"], dtype=float)
+        logger.log_result(accuracy=accuracy, picture=run_figure(record), summary=summary)
+    logger.finish(exit_code=0 if record is not None and record.status == "done" else 1)
