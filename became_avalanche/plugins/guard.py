@@ -78,7 +78,8 @@ class Guard:
         self._layers = [layer for layer in layers if type(layer) is nn.Linear]
         self._backward: ProjectedBackward | None = None
         if self._layers and isinstance(project, Projector):
-            self._backward = ProjectedBackward(project, ones=len(parameters) > 1)
+            backward = ProjectedBackward(project, ones=len(parameters) > 1)
+            self._backward = backward if backward.may_pay(self._layers[0]) else None
         self._entered: list[nn.Linear] = []
         self._start: list[Tensor] = []
         self._protected_part: list[Tensor] = []
@@ -92,6 +93,11 @@ class Guard:
             ) from error
 
     # ------------------------------------------------------------------------------------------------- forward pass
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the gradient may come projected out of the backward pass."""
+        return self._backward is not None
 
     def enter_forward(self, step: Step) -> None:
         """Let large Linear layers compute so that their gradient comes projected out of the backward pass."""

@@ -238,9 +238,10 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
             guard.note_epoch()
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        if self._guards and not self._suspensions and gradients_are_private(strategy, self):
+        guards = [guard for guard in self._guards if guard.in_backward]
+        if guards and not self._suspensions and gradients_are_private(strategy, self):
             step = Step.of(strategy.optimizer)
-            for guard in self._guards:
+            for guard in guards:
                 guard.enter_forward(step)
 
     def after_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:

@@ -60,10 +60,16 @@ class ProjectedBackward:
         error = float((gradient @ self._probe - expected).norm())
         return error <= TOLERANCE * torch.finfo(gradient.dtype).eps * scale
 
+    def may_pay(self, layer: nn.Linear) -> bool:
+        """Whether the layer is large enough for any batch to save something."""
+        return self._saved(layer, rows=0) >= WORTHWHILE
+
     def _pays(self, layer: nn.Linear, x: Tensor) -> bool:
-        rows = x.numel() // layer.in_features
-        saved = 4 * (layer.out_features - rows) * self.project.factor[0].numel()
+        saved = self._saved(layer, rows=x.numel() // layer.in_features)
         return saved >= WORTHWHILE and not torch.is_autocast_enabled(x.device.type)
+
+    def _saved(self, layer: nn.Linear, rows: int) -> int:
+        return 4 * (layer.out_features - rows) * self.project.factor[0].numel()
 
 
 class _ProjectedLinear(torch.autograd.Function):
