@@ -207,7 +207,7 @@ class BecameMergePlugin(StagedPlugin):
         self.last_merge = inputs if self.keep_last_merge else None
         finish_merge(strategy)
         seconds = perf_counter() - start
-        self.seconds["merge"] += seconds - (self.seconds["fisher"] - fisher_before)  # type: ignore[assignment]
+        self.seconds["merge"] += seconds - (self.seconds["fisher"] - fisher_before)
         record = _record(inputs, mean, seconds)
         self.merges.append(record)
         for name, value in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -40,7 +40,7 @@ class StatefulPlugin(SupervisedPlugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         """Wall-clock seconds since the plugin was made, by what it did: "memory", "fisher" or "merge".
 
         They are not part of the state.
@@ -53,7 +53,7 @@ class StatefulPlugin(SupervisedPlugin):
         try:
             yield
         finally:
-            self.seconds[task] += perf_counter() - start  # type: ignore[assignment]  # typeshed counts in integers
+            self.seconds[task] += perf_counter() - start
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later experiences depend on, as tensors and plain values."""

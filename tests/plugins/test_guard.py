@@ -148,8 +148,7 @@ def test_projecting_batches_equals_projecting_gradients_with(optimizer, plugin, 
 
 @pytest.mark.parametrize("companion", [name for name in COMPANIONS if name != "autocast"])
 def test_old_outputs_stay_beside(companion, monkeypatch):
-    make = lambda: GPMPlugin(1, n_samples=None)  # noqa: E731
-    _, store, _ = trained(monkeypatch, EVERYWHERE, make, companion=companion)
+    _, store, _ = trained(monkeypatch, EVERYWHERE, lambda: GPMPlugin(1, n_samples=None), companion=companion)
     assert excess_drift(store, 1) < 1e-4
 
 
