@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from became_avalanche.files import UserError
+
 if TYPE_CHECKING:
     from became_avalanche.results.record import Record
     from became_avalanche.runs.engines import Engine, Outcome
@@ -185,18 +187,8 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("became: interrupted", err=True)
         sys.exit(130)
-    except Exception as error:
-        if not _is_user_error(error):
-            raise
+    except UserError as error:
         _fail(str(error))
-
-
-def _is_user_error(error: Exception) -> bool:
-    from became_avalanche.results.record import RecordError
-    from became_avalanche.runs.spec import SpecError
-    from became_avalanche.runs.store import StoreError
-
-    return isinstance(error, RecordError | SpecError | StoreError)
 
 
 def _fail(message: str) -> None:

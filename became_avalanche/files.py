@@ -13,6 +13,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class UserError(Exception):
+    """An error that its message explains to the person who runs a command: it needs no traceback."""
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all, even if the process is killed or the disk is full.
 
@@ -51,12 +55,30 @@ def sealed_json(content: Mapping[str, Any]) -> str:
     return json.dumps(sealed, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``sealed_json`` was given; raises a ValueError if it has changed. Content without a checksum is accepted."""
-    bare = {name: value for name, value in content.items() if name != "sha256"}
-    if content.get("sha256", _checksum(bare)) != _checksum(bare):
-        raise ValueError("its content does not match its checksum")
-    return bare
+def unsealed(text: str | bytes, where: str, what: str, schema: int) -> dict[str, Any]:
+    """What ``sealed_json`` was given; raises a ValueError if the text is corrupt, foreign or of a newer version.
+
+    Content without a checksum is accepted.
+
+    :param where: where the text is from, for the error.
+    :param what: what it should be, for the error.
+    :param schema: the newest version of its format that can be read.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is corrupt: {error}") from None
+    if not isinstance(content, dict) or not isinstance(version := content.get("schema_version"), int):
+        raise ValueError(f"{where} is not {what}: it has no schema_version")
+    if version > schema:
+        raise ValueError(
+            f"{where} has schema version {version}, and this version of became-avalanche reads up to {schema}: upgrade "
+            "the package"
+        )
+    checksum = content.pop("sha256", None)
+    if checksum not in (None, _checksum(content)):
+        raise ValueError(f"{where} is corrupt: its content does not match its checksum")
+    return content
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

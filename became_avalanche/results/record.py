@@ -6,13 +6,12 @@ A record holds what was observed. Whatever can be computed from that (ACC, BWT, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from became_avalanche.files import sealed_json, unsealed
+from became_avalanche.files import UserError, sealed_json, unsealed
 
 SCHEMA = 1
 """Version of the format. Raise it with every change that an older reader would misunderstand."""
@@ -22,7 +21,7 @@ Matrix = list[list[float | None]]
 """Row t, column i: accuracy on task i after training on task t, as a fraction; None where it was not measured."""
 
 
-class RecordError(ValueError):
+class RecordError(UserError, ValueError):
     """A record that cannot be read: corrupt, foreign or of a newer version."""
 
 
@@ -159,23 +158,12 @@ class Record(_Frozen):
 
 def parse_record(text: str | bytes, where: str = "the record") -> Record:
     """A record from the text of ``record.json``; raises a RecordError that says what is wrong with ``where``."""
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise RecordError(f"{where} is corrupt: {error}") from None
-    if not isinstance(content, dict) or not isinstance(version := content.get("schema_version"), int):
-        raise RecordError(f"{where} is not the record of a run: it has no schema_version")
-    if version > SCHEMA:
-        raise RecordError(
-            f"{where} has schema version {version}, and this version of became-avalanche reads up to {SCHEMA}: "
-            "upgrade the package"
-        )
     from became_avalanche.results.migrations import migrate  # here: it computes metrics, which need this module
 
     try:
-        content = unsealed(content)
+        content = unsealed(text, where, "the record of a run", SCHEMA)
     except ValueError as error:
-        raise RecordError(f"{where} is corrupt: {error}") from None
+        raise RecordError(str(error)) from None
     try:
         content = migrate(content, where)
         return Record.model_validate({**content, "schema_version": SCHEMA})

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from became_avalanche.files import suggestion
+from became_avalanche.files import UserError, suggestion
 
 
-class SpecError(ValueError):
+class SpecError(UserError, ValueError):
     """A specification that is wrong: which field, which value, and what is allowed."""
 
 

@@ -10,15 +10,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from became_avalanche.results.record import Record, RecordError, parse_record
+from became_avalanche.files import UserError
+from became_avalanche.results.record import Record, parse_record
 from became_avalanche.runs.progress import Event, Report
 from became_avalanche.runs.spec import RunSpec, SpecError
-from became_avalanche.runs.store import Store, StoreError
+from became_avalanche.runs.store import Store
 
 if TYPE_CHECKING:
     from became_avalanche.runs.run import Local
@@ -187,8 +190,7 @@ def _shared_data(specs: Sequence[RunSpec], local: Local) -> Any:
     streams = {spec.stream.name: spec for spec in specs if spec.stream.reads_files and spec.device == "cpu"}
     if not streams:
         return {}
-    import torch.multiprocessing  # noqa: F401  # hands tensors over in shared memory
-
+    import_module("torch.multiprocessing")  # from now on, pickled tensors are handed over in shared memory
     from became_avalanche.benchmarks.files import loaded
     from became_avalanche.runs.session import open_stream
 
@@ -220,10 +222,8 @@ class Ray:
         :param gpus_per_run: GPUs, or a fraction of one, that a run on ``cuda`` takes. Each run takes as many
             processors as it has threads.
         """
-        try:
-            import ray  # noqa: F401
-        except ImportError:
-            raise SpecError("Ray is not installed; install it with: pip install 'became-avalanche[ray]'") from None
+        if find_spec("ray") is None:
+            raise SpecError("Ray is not installed; install it with: pip install 'became-avalanche[ray]'")
         self.address, self.gpus_per_run = address, gpus_per_run
 
     def run(self, specs: Sequence[RunSpec], store: Store, local: Local, report: Report) -> Iterator[Outcome]:
@@ -282,7 +282,7 @@ def _ray_outcome(spec: RunSpec, reference: Any, store: Store) -> Outcome:
     if outcome.record is not None:
         try:
             _bring_back(spec, outcome.record, store)
-        except (StoreError, RecordError, SpecError) as error:
+        except UserError as error:
             return Outcome(spec, problem=f"it has run on the cluster, but its record cannot be kept: {error}")
     return outcome
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from became_avalanche.results.record import Record, RecordError, Status
+from became_avalanche.files import UserError
+from became_avalanche.results.record import Record, Status
 from became_avalanche.runs.progress import Event, Report, ignore
 from became_avalanche.runs.session import Keep, Session, environment, limited_threads
-from became_avalanche.runs.spec import RunSpec, SpecError
+from became_avalanche.runs.spec import RunSpec
 from became_avalanche.runs.store import RunFolder, Store, StoreError
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.statefile import StateFileError
@@ -89,7 +90,7 @@ def run(
                 folder.log("interrupted")
             _finish(logger, None)
             raise
-        except (StoreError, RecordError, SpecError):
+        except UserError:
             _finish(logger, None)
             raise
         except Exception:

@@ -187,23 +187,13 @@ def read_spec(path: Path) -> RunSpec:
 def read_values(path: Path) -> dict[str, Any]:
     """The plain values in a ``spec.json``; raises a SpecError if it is corrupt, foreign or of a newer version."""
     try:
-        content = json.loads(path.read_bytes())
+        values = unsealed(path.read_bytes(), str(path), "the specification of a run", SCHEMA)
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise SpecError(f"{path} is corrupt: {error}") from None
-    if not isinstance(content, dict) or not isinstance(version := content.get("schema_version"), int):
-        raise SpecError(f"{path} is not the specification of a run: it has no schema_version")
-    if version > SCHEMA:
-        raise SpecError(
-            f"{path} has schema version {version}, and this version of became-avalanche reads up to {SCHEMA}: upgrade "
-            "the package"
-        )
-    try:
-        values = unsealed(content)
-    except ValueError as error:
-        raise SpecError(f"{path} is corrupt: {error}") from None
-    return {name: value for name, value in values.items() if name != "schema_version"}
+        raise SpecError(str(error)) from None
+    del values["schema_version"]
+    return values
 
 
 def validated(model: type[Any], content: Any, where: str) -> Any:

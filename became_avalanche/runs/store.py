@@ -13,14 +13,14 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import IO, Any
 
-from became_avalanche.files import write_atomically
+from became_avalanche.files import UserError, write_atomically
 from became_avalanche.results.record import Record, RecordError, References, read_record
 from became_avalanche.runs.spec import RunSpec, SpecError, read_values
 
 CHECKPOINT = "checkpoint"
 
 
-class StoreError(RuntimeError):
+class StoreError(UserError, RuntimeError):
     """The folder of a run cannot be used: it is locked or cannot be written."""
 
 
@@ -126,9 +126,7 @@ class RunFolder:
         :param patience: seconds to wait for another process; then a StoreError says which one it is. ``holder`` takes
             the lock for an instant, too, so this is not zero.
         """
-        with self._explained():
-            file = open(self.path / "lock", "a+b", buffering=0)  # noqa: SIM115
-        with file:
+        with self._lock_file() as file:
             self._acquire(file, patience)
             with self._explained():
                 file.truncate(0)
@@ -140,6 +138,10 @@ class RunFolder:
             finally:
                 with suppress(OSError):
                     file.truncate(0)
+
+    def _lock_file(self) -> IO[bytes]:
+        with self._explained():
+            return open(self.path / "lock", "a+b", buffering=0)
 
     def _acquire(self, file: IO[bytes], patience: float) -> None:
         end = monotonic() + patience

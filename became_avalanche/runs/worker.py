@@ -21,9 +21,9 @@ with warnings.catch_warnings():
     from became_avalanche.benchmarks.files import share_loaded
     from became_avalanche.runs.run import run
 
-from became_avalanche.results.record import RecordError
-from became_avalanche.runs.spec import RunSpec, SpecError
-from became_avalanche.runs.store import Store, StoreError
+from became_avalanche.files import UserError
+from became_avalanche.runs.spec import RunSpec
+from became_avalanche.runs.store import Store
 
 if TYPE_CHECKING:
     from became_avalanche.runs.progress import Event, Report
@@ -37,7 +37,7 @@ def run_one(spec: RunSpec, store: Store, local: Local, report: Report, patience:
     """Bring a run to its end; returns its record, or the problem that kept it from running."""
     try:
         return "record", run(spec, store, local, report, patience).to_json()
-    except (StoreError, RecordError, SpecError) as error:
+    except UserError as error:
         return "problem", str(error)
     except Exception as error:  # a fault of ours, which is no reason to stop the other runs
         return "problem", f"{type(error).__name__}: {error}"
