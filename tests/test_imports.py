@@ -16,7 +16,7 @@ ALLOWED = {
     "plugins": {"files", "results", "strategy", *MATHS},
     "benchmarks": {"files"},
     "models": set(),
-    "metrics": {"strategy"},
+    "metrics": {"files", "results", "strategy"},
     "logging": set(),
     "results": {"files"},
     "analysis": {"files", "results", "strategy", *MATHS, *PARTS},

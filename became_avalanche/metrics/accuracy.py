@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import nan
 from typing import Any
 
@@ -12,29 +13,35 @@ from avalanche.evaluation.metrics import Accuracy
 from avalanche.training.templates import SupervisedTemplate
 from numpy.typing import NDArray
 
+from became_avalanche.files import look_up
+from became_avalanche.results.metrics import METRICS
+from became_avalanche.results.record import Matrix
 from became_avalanche.strategy.passes import experiences_in_training
+
+OF_MATRIX = {name: metric.of_matrix for name, metric in METRICS.items() if metric.of_matrix is not None}
+"""The metrics that need the accuracy matrix alone."""
 
 
 class AccuracyMatrix(PluginMetric):
-    """ACC and BWT of one stream, by the definitions of the paper.
+    """The accuracy matrix of one stream, and what the paper reads off it: ACC, BWT, AAA and forgetting.
 
-    With ``A[t, i]`` the accuracy on task ``i`` after training on task ``t``, and ``T`` tasks seen,
-
-        ACC = 1/T Σ_i A[T, i],        BWT = 1/(T−1) Σ_{i<T} (A[T, i] − A[i, i]).
-
-    Every task weighs the same, and only tasks seen count; Avalanche's ``Top1_Acc_Stream`` weighs samples and counts
-    unseen tasks too. ACC and BWT go to all loggers after each evaluation of the stream that covers all tasks seen, as
-    fractions like Avalanche's accuracies. BWT is nan for a single task, and where a task was not evaluated right after
-    its training.
+    ``A[t, i]`` is the accuracy on task ``i`` after training on task ``t``. ``METRICS`` has the definitions. Every task
+    weighs the same, and only tasks seen count; Avalanche's ``Top1_Acc_Stream`` weighs samples and counts unseen tasks
+    too. The metrics go to all loggers after each evaluation of the stream that covers all tasks seen, as fractions like
+    Avalanche's accuracies. One that is not defined yet is nan: BWT of a single task, and where a task was not evaluated
+    right after its training.
     """
 
-    def __init__(self, stream: str = "test") -> None:
+    def __init__(self, stream: str = "test", metrics: Sequence[str] = ("acc", "bwt", "aaa", "forgetting")) -> None:
         """Init.
 
         :param stream: name of the stream to follow.
+        :param metrics: names of the metrics of ``METRICS`` to log: those that need the accuracy matrix alone.
         """
         super().__init__()
-        self.stream = stream
+        self.stream, self.metrics = stream, tuple(metrics)
+        for name in metrics:
+            look_up("metric of the accuracy matrix", name, OF_MATRIX)
         self.reset()
 
     def reset(self) -> None:
@@ -61,16 +68,21 @@ class AccuracyMatrix(PluginMetric):
     @property
     def acc(self) -> float:
         """Mean accuracy over the tasks seen, after the last of them; nan if one of them was not evaluated."""
-        return float(np.mean([self._last(i) for i in self._seen])) if self._seen else nan
+        return self.value("acc")
 
     @property
     def bwt(self) -> float:
         """Mean change in accuracy of the earlier tasks since each was learned."""
-        changes = [self._last(i) - self._values.get((i, i), nan) for i in self._seen[:-1]]
-        return float(np.mean(changes)) if changes else nan
+        return self.value("bwt")
 
-    def _last(self, i: int) -> float:
-        return self._values.get((self._seen[-1], i), nan)
+    def value(self, name: str) -> float:
+        """A metric of ``METRICS`` over the tasks seen so far; nan if it is not defined or something was not measured.
+
+        :param name: of a metric that needs the accuracy matrix alone, such as "aaa".
+        """
+        seen: Matrix = [[self._values.get((t, i)) for i in self._seen] for t in self._seen]
+        value = look_up("metric of the accuracy matrix", name, OF_MATRIX)(seen)
+        return nan if value is None else value
 
     def before_training_exp(self, strategy: SupervisedTemplate) -> None:
         for experience in experiences_in_training(strategy):
@@ -96,8 +108,8 @@ class AccuracyMatrix(PluginMetric):
             return []
         x = strategy.clock.train_iterations
         return [
-            MetricValue(self, f"{name}/eval_phase/{self.stream}_stream", value, x)
-            for name, value in (("ACC", self.acc), ("BWT", self.bwt))
+            MetricValue(self, f"{METRICS[name].title}/eval_phase/{self.stream}_stream", self.value(name), x)
+            for name in self.metrics
         ]
 
     def __str__(self) -> str:

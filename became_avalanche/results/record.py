@@ -6,6 +6,7 @@ A record holds what was observed. Whatever can be computed from that (ACC, BWT, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,6 +131,9 @@ class Record(_Frozen):
     converted: dict[str, float] = Field(default={})
     """Only in records converted from results of version 0.1: sums that it kept instead of what they are made of
     (``seconds`` of training, ``valid_acc``)."""
+    joint_accuracy: list[float | None] = Field(default=[], exclude=True)
+    """A*_i for each task i: its accuracy after joint training on tasks 1..i, as other runs have measured it. It is not
+    part of ``record.json``; ``with_joint`` looks it up."""
 
     @property
     def benchmark(self) -> str:
@@ -184,4 +188,41 @@ def read_record(path: Path) -> Record:
 
 def read_records(folder: Path) -> list[Record]:
     """The records of all runs in a folder of runs, in the order of their keys."""
-    return [read_record(path) for path in sorted(folder.glob("*/record.json"))]
+    return with_joint([read_record(path) for path in sorted(folder.glob("*/record.json"))])
+
+
+def with_joint(records: Sequence[Record]) -> list[Record]:
+    """The records, each with ``joint_accuracy`` from those of joint training among them.
+
+    Joint training on the first i tasks gives A*_i to all runs of the same seed, stream, network and budget. None stands
+    where there is no such run that is done, and where there are two with different settings.
+    """
+    joint = [record for record in records if record.is_joint and record.status == "done"]
+    return [record.model_copy(update={"joint_accuracy": _joint_accuracy(record, joint)}) for record in records]
+
+
+def _joint_accuracy(record: Record, joint: Sequence[Record]) -> list[float | None]:
+    found: dict[int, list[float | None]] = {}
+    for other in joint:
+        if not record.is_joint and _same_setting(record.spec, other.spec):
+            n = other.spec["n_tasks"]
+            found.setdefault(n, []).append(other.accuracy["test"][-1][n - 1])
+    values = [found.get(n, []) for n in range(1, record.spec["n_tasks"] + 1)]
+    return [value[0] if len(value) == 1 else None for value in values] if found else []
+
+
+def _same_setting(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    same = all(first[name] == second[name] for name in ("benchmark", "stream", "network", "seed"))
+    return same and same_budget(first, second)
+
+
+def same_budget(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether two specifications limit their epochs alike.
+
+    A specification drops a limit that its recipe does not reach. So a run without limit has the same budget if its
+    recipe is no longer than the limit of the other.
+    """
+    if first["max_epochs"] == second["max_epochs"]:
+        return True
+    free, limited = sorted((first, second), key=lambda spec: spec["max_epochs"] is not None)
+    return free["max_epochs"] is None and bool(free["recipe"]["epochs"] <= limited["max_epochs"])

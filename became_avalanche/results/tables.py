@@ -12,7 +12,7 @@ from typing import Any
 
 from became_avalanche.files import look_up
 from became_avalanche.results.metrics import METRICS, Metric, Unit
-from became_avalanche.results.record import Record, References
+from became_avalanche.results.record import Record, References, same_budget
 from became_avalanche.results.statistics import Paired, Spread, paired
 
 STANDARD = ("acc", "bwt", "epochs", "seconds")
@@ -48,6 +48,7 @@ class _Format:
 _FORMATS: Mapping[Unit, _Format] = {
     "percent": _Format(width=15, decimals=2, scale=100, with_std=True),
     "points": _Format(width=15, decimals=2, scale=100, sign="+", with_std=True),
+    "ratio": _Format(width=13, decimals=3, with_std=True),
     "count": _Format(width=7, decimals=0),
     "seconds": _Format(width=7, decimals=1),
     "bytes": _Format(width=10, decimals=2, scale=2**-20),
@@ -182,7 +183,7 @@ class Gain:
         :param interval: whether to add what is in parentheses.
         """
         style, gain = _FORMATS[self.metric.unit], self.paired.gain
-        name = self.metric.heading.removesuffix(" %")
+        name = self.metric.title
         unit = f"points of {name}" if self.metric.unit in ("percent", "points") else name
         line = f"{self.label} over {self.over}: {style.spread(gain, '+')} {unit}"
         if not interval or self.paired.interval is None or self.paired.p is None:
@@ -263,8 +264,7 @@ def check_comparable(records: Sequence[Record]) -> None:
     """Raise a ValueError that names two runs and the fields in which they differ if a table would mix settings.
 
     Runs of one label may differ in the seed only. Runs of different labels share benchmark, stream and budget; network,
-    recipe and method are their own. A specification drops a limit of epochs that its recipe does not reach, so a run
-    without limit has the same budget if its recipe is no longer than the limit of the others.
+    recipe and method are their own.
     """
     for label, runs in by_label(records).items():
         for run, following in pairwise(runs):
@@ -278,8 +278,7 @@ def check_comparable(records: Sequence[Record]) -> None:
         _check_same(records[0], record, SHARED, "compared in one table")
     for limited in [record for record in records if record.spec["max_epochs"] is not None][:1]:
         for record in records:
-            unlimited = record.spec["max_epochs"] is None
-            if not (unlimited and record.spec["recipe"]["epochs"] <= limited.spec["max_epochs"]):
+            if not same_budget(limited.spec, record.spec):
                 _check_same(limited, record, ("max_epochs",), "compared in one table")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -14,7 +14,7 @@ from annotated_types import Ge, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
 from became_avalanche.results.metrics import METRICS
-from became_avalanche.results.record import Record, RecordError
+from became_avalanche.results.record import Record, RecordError, with_joint
 from became_avalanche.runs.catalogue import find_benchmark
 from became_avalanche.runs.components import Options
 from became_avalanche.runs.method import MergeSettings, Method
@@ -70,6 +70,9 @@ class Study(BaseModel):
     device: str = "cpu"
     threads: Annotated[int, Ge(1)] = 1
     eval_batch_size: Annotated[int, Ge(1)] = 64
+    intransigence: bool = False
+    """Whether to train jointly on the first 1, 2, ... and all tasks of each seed, too. IM needs these runs, and all
+    methods and studies share them."""
 
     @field_validator("name")
     @classmethod
@@ -113,16 +116,15 @@ class Study(BaseModel):
         """The runs, without repetition, in the order in which they are to be trained.
 
         Seeds come one after the other. Within a seed, a baseline, its control and its merges come first, so that gains
-        appear early.
+        appear early. Joint training for IM comes last.
         """
         methods = _pairs_first([entry.method() for entry in self.methods])
-        settings: dict[str, Any] = self.model_dump(exclude={"name", "benchmarks", "methods", "seeds"})
-        specs = [
-            find_benchmark(name).spec(method, seed, **settings)
-            for seed in self.seeds
-            for name in self.benchmarks
-            for method in methods
-        ]
+        settings: dict[str, Any] = self.model_dump(exclude={"name", "benchmarks", "methods", "seeds", "intransigence"})
+        specs = []
+        for seed in self.seeds:
+            for name in self.benchmarks:
+                own = [find_benchmark(name).spec(method, seed, **settings) for method in methods]
+                specs += own + (_joint_prefixes(own[0].n_tasks, name, seed, settings) if self.intransigence else [])
         by_key: dict[str, RunSpec] = {}
         by_label: dict[tuple[str, int, str], str] = {}
         for spec in specs:
@@ -149,6 +151,18 @@ def _pairs_first(methods: Sequence[Method]) -> list[Method]:
             ordered += [other for other in methods if other.model_copy(update={"label": None}) in references]
             ordered.append(method)
     return list({id(method): method for method in (*ordered, *methods)}.values())
+
+
+def _joint_prefixes(n_tasks: int, benchmark: str, seed: int, settings: Mapping[str, Any]) -> list[RunSpec]:
+    """Joint training on the first task, on the first two, and so on. Only the last one is a row of tables."""
+    return [
+        find_benchmark(benchmark).spec(
+            Method(base="joint", label=None if n == n_tasks else f"joint on {n} of {n_tasks} tasks"),
+            seed,
+            **{**settings, "n_tasks": n},
+        )
+        for n in range(1, n_tasks + 1)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- status
@@ -235,4 +249,4 @@ def records_of(specs: Iterable[RunSpec], store: Store) -> list[Record]:
     for status in status_of(specs, store):
         if status.record is not None:
             found.append(status.record.model_copy(update={"label": status.spec.method.shown}))
-    return found
+    return with_joint(found)

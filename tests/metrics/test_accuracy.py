@@ -39,6 +39,19 @@ def test_acc_and_bwt_are_the_definitions(matrix):
 
 
 @given(square)
+def test_aaa_and_forgetting_are_the_definitions(matrix):
+    tasks, metric = len(matrix), filled(matrix)
+    assert metric.value("aaa") == pytest.approx(np.mean([matrix[t, : t + 1].mean() for t in range(tasks)]))
+    drops = [max(matrix[i:-1, i]) - matrix[-1, i] for i in range(tasks - 1)]
+    assert metric.value("forgetting") == pytest.approx(np.mean(drops) if drops else math.nan, nan_ok=True)
+
+
+def test_a_metric_that_needs_more_than_the_matrix_is_an_error():
+    with pytest.raises(ValueError, match="unknown metric of the accuracy matrix 'aoa'; did you mean"):
+        AccuracyMatrix(metrics=["acc", "aoa"])
+
+
+@given(square)
 def test_identity_of_acc_learning_accuracy_and_bwt(matrix):
     tasks = len(matrix)
     metric = filled(matrix)
@@ -77,6 +90,8 @@ def test_matrix_of_a_stream_equals_accuracies_by_hand(eval_every):
     assert metric.bwt == pytest.approx(oracles.bwt(np.array(rows)))
     assert f"ACC/eval_phase/test_stream = {metric.acc:.4f}" in text.getvalue()
     assert f"BWT/eval_phase/test_stream = {metric.bwt:.4f}" in text.getvalue()
+    assert f"AAA/eval_phase/test_stream = {metric.value('aaa'):.4f}" in text.getvalue()
+    assert f"forgetting/eval_phase/test_stream = {metric.value('forgetting'):.4f}" in text.getvalue()
 
 
 def test_stream_without_task_labels():

@@ -67,6 +67,17 @@ def test_seeds_are_a_number_or_a_list(tmp_path, seeds, expected):
     assert made.seeds == [spec.seed for spec in made.specs()] == expected
 
 
+def test_a_study_asks_for_joint_training_on_each_prefix_once():
+    made = study("gpm", "joint", "gpm+became", seeds=2, n_tasks=2, intransigence=True)
+    specs = made.specs()
+    joint = [spec for spec in specs if spec.method.joint]
+    assert [(spec.seed, spec.n_tasks) for spec in joint] == [(0, 2), (0, 1), (1, 2), (1, 1)]
+    assert [spec.method.shown for spec in joint[:2]] == ["joint", "joint on 1 of 2 tasks"]
+    assert {spec.key() for spec in study("joint", n_tasks=1).specs()} < {spec.key() for spec in joint}
+    assert made.labels() == ["gpm", "joint", "gpm+became"]
+    assert [spec.n_tasks for spec in study("gpm", intransigence=True).specs() if spec.method.joint] == [1, 2, 3]
+
+
 def changed(**fields):
     """A sound study with other lines."""
     lines = {"benchmarks": '["blobs"]', "methods": '["gpm"]', **fields}
