@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "became_avalanche"
-MATHS = {"subspace", "merging"}
+MATHS = {"layers", "subspace", "merging"}
 PARTS = {"plugins", "benchmarks", "models", "logging", "metrics"}
 ALLOWED = {
     "files": set(),
-    "subspace": set(),
-    "merging": {"subspace"},
+    "layers": set(),
+    "subspace": {"layers"},
+    "merging": {"layers"},
     "strategy": {"files", *MATHS},
     "plugins": {"files", "results", "strategy", *MATHS},
     "benchmarks": {"files"},

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from became_avalanche.subspace.layers import Layer, input_columns
+from became_avalanche.layers import normalisation
+from became_avalanche.layers.layer import Layer
+from became_avalanche.layers.model import layers_of
 
 BUDGET = 2**21
 """Elements of per-sample gradients, and of the columns they are made of, held at a time: 8 MiB in float32. More is
@@ -54,7 +54,7 @@ def recorded_calls(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterat
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if _couples_samples(module):
+            if normalisation.couples_samples(module):
                 raise ValueError(
                     f"{name} ({type(module).__name__}) normalises with the statistics of the batch, which couples its "
                     "samples: there is no gradient of a single sample; use the 'batched' Fisher information"
@@ -100,8 +100,10 @@ def _sum_of_squares(parameter: Tensor, uses: list[tuple[str, Call, Tensor]]) -> 
     samples = len(uses[0][1].x)
     if len(uses) == 1:
         own, call, gradient = uses[0]
-        if type(call.module) is nn.Linear and call.x.dim() == 2:
-            return _linear(own, call.x, gradient)
+        layer = _layer(call.module, own)
+        squares = layer.squares(own, call.x, gradient) if layer else None
+        if squares is not None:
+            return squares
     total = torch.zeros_like(parameter)
     size = max(1, BUDGET // sum(_held_per_sample(*use) for use in uses))
     for start in range(0, samples, size):
@@ -113,45 +115,25 @@ def _sum_of_squares(parameter: Tensor, uses: list[tuple[str, Call, Tensor]]) -> 
 
 
 def _held_per_sample(own: str, call: Call, gradient: Tensor) -> int:
-    """Elements of a sample's gradient, and of the columns of its layer, or what else it is made of."""
-    parameter = getattr(call.module, own)
-    made_of = gradient[0].numel()
-    if own == "weight" and isinstance(call.module, Layer):
-        made_of = made_of // len(parameter) * parameter[0].numel() * getattr(call.module, "groups", 1)
-    return int(parameter.numel() + made_of)
-
-
-def _linear(own: str, x: Tensor, gradient: Tensor) -> Tensor:
-    """One column per sample: ``Σ_i (d_i a_iᵀ)² = Σ_i d_i² (a_i²)ᵀ``."""
-    return gradient.square().sum(0) if own == "bias" else gradient.square().mT @ x.square()
+    """Elements of a sample's gradient, and of what it is made of."""
+    layer = _layer(call.module, own)
+    made_of = layer.held_per_sample(own, gradient) if layer else gradient[0].numel()
+    return int(getattr(call.module, own).numel() + made_of)
 
 
 def _per_sample(own: str, call: Call, gradient: Tensor, part: slice) -> Tensor:
     """``G_i`` of the samples in ``part``, for one use of a parameter."""
     module, x, gradient = call.module, call.x[part], gradient[part]
-    if isinstance(module, Layer) and type(module) in Layer.__args__:
-        return _of_layer(module, own, x, gradient)
-    if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
-        return _of_batch_norm(module, own, x, gradient)
+    if layer := _layer(module, own):
+        return layer.per_sample(own, x, gradient)
+    if normalisation.has_closed_form(module):
+        return normalisation.per_sample(module, own, x, gradient)
     return _of_any(module, own, x, gradient)
 
 
-def _of_layer(layer: Layer, own: str, x: Tensor, gradient: Tensor) -> Tensor:
-    samples, groups = len(x), getattr(layer, "groups", 1)
-    outputs = gradient if not isinstance(layer, nn.Linear) else gradient.reshape(samples, -1, layer.out_features).mT
-    outputs = outputs.reshape(samples, groups, -1, outputs[0, 0].numel())  # (sample, group, out, position)
-    if own == "bias":
-        return outputs.sum(-1).flatten(1)
-    columns = torch.cat(list(input_columns(layer, x)), dim=-1)
-    columns = columns.reshape(groups, -1, samples, outputs.shape[-1]).permute(2, 0, 3, 1)  # last two: position, d
-    return (outputs @ columns).reshape(samples, *layer.weight.shape)
-
-
-def _of_batch_norm(norm: _BatchNorm, own: str, x: Tensor, gradient: Tensor) -> Tensor:
-    """With running statistics, scale and shift of each channel."""
-    if own == "weight":
-        gradient = gradient * F.batch_norm(x, norm.running_mean, norm.running_var, eps=norm.eps)
-    return gradient.flatten(2).sum(-1) if gradient.dim() > 2 else gradient
+def _layer(module: nn.Module, own: str) -> Layer | None:
+    """The layer of ``module`` with the parameter ``own``, if it is of a known kind."""
+    return next((layer for layer in layers_of(module) if own in (layer.weight_name, layer.bias_name)), None)
 
 
 def _of_any(module: nn.Module, own: str, x: Tensor, gradient: Tensor) -> Tensor:
@@ -166,8 +148,3 @@ def _of_any(module: nn.Module, own: str, x: Tensor, gradient: Tensor) -> Tensor:
 
     result: Tensor = vmap(of_one)(x, gradient)
     return result
-
-
-def _couples_samples(module: nn.Module) -> bool:
-    batch_norm = isinstance(module, _BatchNorm)
-    return batch_norm and (module.training or module.running_mean is None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from became_avalanche.plugins.projection import GradientProjectionPlugin, ProjectionOptions
 from became_avalanche.subspace.basis import directions
-from became_avalanche.subspace.layers import InputMatrix
+from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
 from became_avalanche.subspace.basis import directions, importance, reach
-from became_avalanche.subspace.layers import InputMatrix, as_rows
+from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,5 +72,6 @@ class GPCNSPlugin(EnergyThresholdPlugin):
         for name in self.layers.protected:
             gradients = [parameters[part].grad for part in self.parts(name)]
             if all(gradient is not None for gradient in gradients):
-                rows[name] = as_rows([gradient for gradient in gradients if gradient is not None], self.groups(name))
+                layer = self.layers.protected[name][0]
+                rows[name] = layer.rows([gradient for gradient in gradients if gradient is not None])
         return rows

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin
 from became_avalanche.subspace.basis import grow_basis
-from became_avalanche.subspace.layers import InputMatrix
+from became_avalanche.subspace.inputs import InputMatrix
 
 
 class GPMPlugin(EnergyThresholdPlugin):

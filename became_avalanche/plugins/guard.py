@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from avalanche.core import BaseSGDPlugin
@@ -15,9 +16,9 @@ from avalanche.training.templates.base_sgd import BaseSGDTemplate
 from avalanche.training.templates.update_type import SGDUpdate
 from torch import Tensor, nn
 
+from became_avalanche.layers.layer import Layer
 from became_avalanche.subspace.backward import ProjectedBackward
 from became_avalanche.subspace.basis import Projector
-from became_avalanche.subspace.layers import Layer, as_rows, from_rows
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class Guard:
         parameters: list[nn.Parameter],
         project: Callable[[Tensor], Tensor],
         layers: Sequence[Layer] = (),
-        groups: int = 1,
     ) -> None:
         """Init.
 
@@ -72,15 +72,15 @@ class Guard:
         :param parameters: the weight, and the bias if that is protected with it.
         :param project: what to apply to rows (groups, out, d).
         :param layers: the layers that use the weight; none for a frozen parameter.
-        :param groups: number of groups of the layers.
         """
-        self.parameters, self.groups, self.project = parameters, groups, project
-        self._layers = [layer for layer in layers if type(layer) is nn.Linear]
+        self.parameters, self.project = parameters, project
+        self._layout = layers[0] if layers else None
+        self._layers: list[Any] = [layer.module for layer in layers if layer.takes_rows]
         self._backward: ProjectedBackward | None = None
         if self._layers and isinstance(project, Projector):
             backward = ProjectedBackward(project, ones=len(parameters) > 1)
             self._backward = backward if backward.may_pay(self._layers[0]) else None
-        self._entered: list[nn.Linear] = []
+        self._entered: list[nn.Module] = []
         self._start: list[Tensor] = []
         self._protected_part: list[Tensor] = []
         self._momentum_is_projected = True
@@ -107,7 +107,7 @@ class Guard:
         back.uses.clear()
         for layer in self._layers:
             if "forward" not in vars(layer):  # otherwise it is somebody else's
-                layer.forward = partial(back.forward, layer)  # type: ignore[method-assign]
+                layer.forward = partial(back.forward, layer)
                 self._entered.append(layer)
 
     def leave_forward(self) -> None:
@@ -154,21 +154,23 @@ class Guard:
     # ------------------------------------------------------------------------------------------------------- details
 
     def _project_gradients(self, gradients: list[Tensor]) -> None:
-        back, rows = self._backward, as_rows(gradients, self.groups)
-        if back is None or not back.uses:
-            projected = self.project(rows)
-        elif back.explains(rows[0]):
+        back, layout = self._backward, self._layout
+        if back is None or layout is None or not back.uses:
+            projected = self._projected(gradients)
+        elif back.explains((rows := layout.rows(gradients))[0]):
             back.uses.clear()
             return
         else:  # something was added to what the layers have projected, and will be in the steps to come
             done = back.gradient().unsqueeze(0)
-            projected = done + self.project(rows - done)
+            projected = layout.from_rows(done + self.project(rows - done), gradients)
             self._backward = None
-        for gradient, part in zip(gradients, from_rows(projected, gradients), strict=True):
+        for gradient, part in zip(gradients, projected, strict=True):
             gradient.copy_(part)
 
     def _projected(self, tensors: list[Tensor]) -> list[Tensor]:
-        return from_rows(self.project(as_rows(tensors, self.groups)), tensors)
+        if self._layout is None:
+            return [self.project(tensor) for tensor in tensors]
+        return self._layout.from_rows(self.project(self._layout.rows(tensors)), tensors)
 
     def _in_gradient(self, step: Step) -> bool:
         """Whether projected gradients are projected updates."""

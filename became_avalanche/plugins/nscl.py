@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
+from became_avalanche.layers.model import map_layers
 from became_avalanche.merging.fisher import batched_fisher
 from became_avalanche.plugins.covariance import CovariancePlugin
 from became_avalanche.plugins.projection import ProjectionOptions, refuse_divergence, stored_like
@@ -17,7 +18,7 @@ from became_avalanche.strategy.heads import task_heads
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.state import StatefulPlugin
 from became_avalanche.subspace.basis import compact
-from became_avalanche.subspace.layers import InputMatrix, map_layers
+from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

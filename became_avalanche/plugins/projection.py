@@ -13,6 +13,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.files import suggestion
+from became_avalanche.layers.model import LayerMap, map_layers
 from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.heads import task_heads
@@ -20,13 +21,7 @@ from became_avalanche.strategy.passes import data_pass, mean_gradients, refuse_o
 from became_avalanche.strategy.protocols import Suspendable
 from became_avalanche.strategy.state import StatefulPlugin
 from became_avalanche.subspace.basis import Projector
-from became_avalanche.subspace.layers import (
-    InputMatrix,
-    LayerMap,
-    as_rows,
-    map_layers,
-    recorded_inputs,
-)
+from became_avalanche.subspace.inputs import InputMatrix, recorded_inputs
 
 
 class ProjectionOptions(TypedDict, total=False):
@@ -147,7 +142,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
 
     def groups(self, name: str) -> int:
         """Number of groups of the layer with weight ``name``: that of a grouped convolution, otherwise 1."""
-        return getattr(self.layers.protected[name][0], "groups", 1)
+        return self.layers.protected[name][0].groups
 
     def layer_inputs(
         self, strategy: SupervisedTemplate, batch_size: int, num_workers: int, *, batch_mean: bool = False
@@ -172,7 +167,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
         batch_size = max(strategy.train_mb_size, 128)
         gradients = mean_gradients(strategy, wanted, batch_size, self.n_samples, num_workers)
         return {
-            name: as_rows([gradients[part] for part in names], self.groups(name))
+            name: self.layers.protected[name][0].rows([gradients[part] for part in names])
             for name, names in parts.items()
             if all(part in gradients for part in names)
         }
@@ -229,8 +224,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
                 frozen += self.layers.biases.get(name, [])
             guarded = [parameters[part] for part in self.parts(name)]
             self.memory[name] = stored_like(self.memory[name], parameters[name])
-            layers = self.layers.protected[name]
-            self._guards.append(Guard(name, guarded, self.projector(name), layers, self.groups(name)))
+            self._guards.append(Guard(name, guarded, self.projector(name), self.layers.protected[name]))
         self._guards += [Guard(name, [parameters[name]], torch.zeros_like) for name in frozen]
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:

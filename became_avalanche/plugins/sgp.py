@@ -10,7 +10,7 @@ from torch import Tensor
 from became_avalanche.plugins.gpm import GPMPlugin
 from became_avalanche.plugins.threshold import ThresholdOptions
 from became_avalanche.subspace.basis import importance
-from became_avalanche.subspace.layers import InputMatrix
+from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,11 +14,13 @@ from avalanche.training.plugins import LRSchedulerPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
+from became_avalanche.layers.layer import Layer
+from became_avalanche.layers.model import map_layers
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
 from became_avalanche.strategy.protocols import OwnsParameters
 from became_avalanche.subspace import backward
 from became_avalanche.subspace.basis import compact, orthonormal, reach
-from became_avalanche.subspace.layers import InputMatrix, Layer, as_rows, from_rows, map_layers
+from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -272,17 +274,16 @@ class _Scaling:
 
     def attach(self, layer: Layer) -> Callable[[], None]:
         """Let ``layer`` compute so until the function that this returns is called."""
-        if isinstance(layer, nn.Linear):
-            dimension = self.scaled[0][0].shape[-2]
-            operations = sum(4 * layer.out_features * space.numel() for space, _ in self.scaled)
-            if operations >= backward.WORTHWHILE and dimension == layer.in_features:
-                return layer.register_forward_pre_hook(self.scale_input, with_kwargs=True).remove
-        elif "forward" not in vars(layer):  # otherwise it is somebody else's
-            layer.forward = partial(self.convolve, layer)  # type: ignore[method-assign]
-            return partial(delattr, layer, "forward")
-        return layer.register_forward_hook(self.add_to_output, with_kwargs=True).remove
+        if not layer.takes_rows:
+            return layer.compute_with(partial(self.tensors, layer))
+        dimension, out = self.scaled[0][0].shape[-2], len(layer.weight)
+        operations = sum(4 * out * space.numel() for space, _ in self.scaled)
+        if operations >= backward.WORTHWHILE and dimension == layer.weight.shape[-1]:
+            return layer.module.register_forward_pre_hook(self.scale_input, with_kwargs=True).remove
+        hook = partial(self.add_to_output, layer)
+        return layer.module.register_forward_hook(hook, with_kwargs=True).remove
 
-    def scale_input(self, layer: Layer, args: Any, kwargs: Any) -> tuple[tuple[Tensor], dict[str, Any]]:
+    def scale_input(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Tensor], dict[str, Any]]:
         """A hook that gives the layer ``x + Σ S (Q − I) Sᵀ x``, for a large layer far cheaper than scaling ``W``."""
         x = args[0] if args else kwargs["input"]
         scaled = x
@@ -291,33 +292,28 @@ class _Scaling:
             scaled = scaled + (inside @ scale[0].mT - inside) @ space[0].mT
         return (scaled,), {}
 
-    def convolve(self, layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Tensor) -> Tensor:
-        """The convolution with the scaled weight."""
-        weight, *bias = self._term(layer)
-        own = layer.bias + bias[0] if bias and layer.bias is not None else layer.bias
-        output: Tensor = layer._conv_forward(input, layer.weight + weight, own)
-        return output
-
-    def add_to_output(self, layer: Layer, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    def add_to_output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         """A hook that adds ``Σ W S (Q − I) Sᵀ x`` to the output."""
         x = args[0] if args else kwargs["input"]
-        weight, *bias = self._term(layer)
-        if isinstance(layer, nn.Linear):
-            return output + F.linear(x, weight, *bias)
-        scaled: Tensor = layer._conv_forward(x, weight, bias[0] if bias else None)
-        return output + scaled
+        return output + F.linear(x, *self._terms(layer, self._parts(layer)))
 
-    def _term(self, layer: Layer) -> list[Tensor]:
+    def tensors(self, layer: Layer) -> list[Tensor]:
+        """The scaled weight, and the scaled bias if that is part of ``S``."""
+        parts = self._parts(layer)
+        return [part + term for part, term in zip(parts, self._terms(layer, parts), strict=True)]
+
+    def _parts(self, layer: Layer) -> list[Tensor]:
+        augmented = self.scaled[0][0].shape[-2] > layer.weight_rows(layer.weight).shape[-1]
+        return [layer.weight, *([layer.bias] if augmented and layer.bias is not None else [])]
+
+    def _terms(self, layer: Layer, parts: list[Tensor]) -> list[Tensor]:
         """``Σ W S (Q − I) Sᵀ`` in the shape of the weight, and what it adds to the bias if that is part of ``S``."""
-        augmented = self.scaled[0][0].shape[-2] > layer.weight[0].numel()
-        parts = (layer.weight, layer.bias) if augmented else (layer.weight,)
-        parameters = [part for part in parts if part is not None]
-        rows = as_rows(parameters, getattr(layer, "groups", 1))
+        rows = layer.rows(parts)
         term = torch.zeros_like(rows)
         for space, scale in self.scaled:
             inside = rows @ space
             term = term + (inside @ scale - inside) @ space.mT
-        return from_rows(term, parameters)
+        return layer.from_rows(term, parts)
 
 
 def _identity(space: Tensor) -> Tensor:

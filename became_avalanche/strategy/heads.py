@@ -10,7 +10,7 @@ from avalanche.models import IncrementalClassifier, MultiHeadClassifier, MultiTa
 from avalanche.models.dynamic_modules import DynamicModule
 from torch import Tensor, nn
 
-from became_avalanche.subspace.layers import is_below
+from became_avalanche.layers.model import is_below
 
 
 def task_heads(model: nn.Module) -> dict[str, nn.Module]:

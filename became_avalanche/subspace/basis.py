@@ -12,7 +12,7 @@ from math import isinf
 import torch
 from torch import Tensor
 
-from became_avalanche.subspace.layers import InputMatrix
+from became_avalanche.subspace.inputs import InputMatrix
 
 MAX_THRESHOLD = 1 - 1e-9
 """A basis that holds this much of the energy is not extended: what singular vectors are left is rounding noise."""

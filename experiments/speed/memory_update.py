@@ -11,8 +11,10 @@ from rows import Row, at_least, cpu_times, images, kind_of_images, ratio
 from torch import Tensor
 
 from became_avalanche import AlexNet, PreActResNet18
+from became_avalanche.layers.layer import Layer
+from became_avalanche.layers.model import map_layers
 from became_avalanche.subspace.basis import grow_basis
-from became_avalanche.subspace.layers import InputMatrix, Layer, input_columns, map_layers
+from became_avalanche.subspace.inputs import InputMatrix
 
 
 def rows(quick: bool) -> list[Row]:
@@ -47,7 +49,9 @@ def inputs_of(model: torch.nn.Module, task: int, samples: int) -> dict[str, tupl
     seen: dict[str, tuple[Layer, Tensor]] = {}
     layers = {name: layer for name, (layer,) in map_layers(model.features).protected.items()}
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, args, name=name: seen.update({name: (layer, args[0])}))
+        layer.module.register_forward_pre_hook(
+            lambda module, args, name=name, layer=layer: seen.update({name: (layer, args[0])})
+        )
         for name, layer in layers.items()
     ]
     with torch.no_grad():
@@ -59,14 +63,14 @@ def inputs_of(model: torch.nn.Module, task: int, samples: int) -> dict[str, tupl
 
 def update(layer: Layer, x: Tensor, basis: Tensor | None, threshold: float) -> Tensor:
     matrix = InputMatrix(single=True)
-    for columns in input_columns(layer, x):
+    for columns in layer.columns(x):
         matrix.add(columns)
     return grow_basis(matrix.empty_basis() if basis is None else basis, matrix, threshold)
 
 
 def by_svd(layer: Layer, x: Tensor, basis: Tensor, threshold: float) -> np.ndarray:
     """As the paper writes it."""
-    a = torch.cat([columns[0] for columns in input_columns(layer, x)], dim=-1).double().numpy()
+    a = torch.cat([columns[0] for columns in layer.columns(x)], dim=-1).double().numpy()
     u = basis[0].double().numpy()
     residual = a - u @ (u.T @ a)
     vectors, values, _ = np.linalg.svd(residual, full_matrices=False)
@@ -79,7 +83,7 @@ def nscl(dimension: int) -> Row:
     layers = inputs_of(PreActResNet18(), 0, 320 if dimension == 4608 else 40).values()
     layer, x = next((own, x) for own, x in layers if own.weight[0].numel() == dimension)
     matrix = InputMatrix()
-    for columns in input_columns(layer, x):
+    for columns in layer.columns(x):
         matrix.add(columns)
     covariance = matrix._gram[0].clone()
     work = {"ours": matrix.compressed, "oracle": lambda: torch.linalg.svd(covariance)}

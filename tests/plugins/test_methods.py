@@ -7,11 +7,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from became_avalanche import GPCNSPlugin, GPMPlugin, NSCLPlugin, OWMPlugin, SGPPlugin, TRGPPlugin
+from became_avalanche.layers.model import layers_of
 from became_avalanche.plugins.projection import stored_like
-from became_avalanche.subspace.layers import as_rows, input_columns
 from tests import oracles
+from tests.layers.test_layers import columns_of, layers_with_inputs
 from tests.subspace.test_basis import inputs, matrix_of, task_inputs
-from tests.subspace.test_layers import layers_with_inputs
 
 METHODS = {
     "gpm": GPMPlugin,
@@ -51,7 +51,7 @@ def removed(plugin, d):
 def test_any_layer_keeps_what_it_must_and_gains_nothing(case, method, threshold, seed):
     """Of any update each method leaves a part, never more than it was and never reversed, group by group."""
     layer, x = case
-    columns = torch.cat(list(input_columns(layer, x.detach())), dim=-1)
+    columns = columns_of(layer, x.detach())
     options = {"threshold": threshold, "increment": 0} if method in ("gpm", "sgp", "trgp", "gpcns") else {}
     plugin = remember(METHODS[method](**options), columns.numpy(), 2 * columns.numpy())
     groups, d, _ = columns.shape
@@ -60,7 +60,7 @@ def test_any_layer_keeps_what_it_must_and_gains_nothing(case, method, threshold,
         eigenvalues = np.linalg.eigvalsh(p)
         assert eigenvalues.min() > -1e-9
         assert eigenvalues.max() < 1 + 1e-9
-    rows = as_rows([torch.randn_like(layer.weight)], groups)
+    rows = layers_of(layer)[0].rows([torch.randn_like(layer.weight)])
     assert plugin.projector("w")(rows).shape == rows.shape
     if method in ("gpm", "trgp") and threshold == 1:  # all inputs are held: no output moves
         moved = plugin.projector("w")(rows) @ columns

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from became_avalanche import BecameMergePlugin, GPMPlugin, PlateauPlugin, TRGPPlugin
+from became_avalanche.layers.model import layers_of
 from became_avalanche.plugins.trgp import _Scaling
 from became_avalanche.subspace import backward
-from became_avalanche.subspace.layers import as_rows, from_rows
 from tests.helpers import (
     CONV_SHAPE,
     Network,
@@ -30,7 +30,7 @@ from tests.helpers import (
     naive,
     weights,
 )
-from tests.subspace.test_layers import layers_with_inputs
+from tests.layers.test_layers import layers_with_inputs
 
 
 def trusting(**options):
@@ -87,8 +87,8 @@ def test_any_layer_computes_with_its_scaled_weight(case, rank, augmented, large,
     layer, x = case
     generator = torch.Generator().manual_seed(seed)
     parameters = [layer.weight, layer.bias] if augmented and layer.bias is not None else [layer.weight]
-    groups = getattr(layer, "groups", 1)
-    rows = as_rows([parameter.detach() for parameter in parameters], groups)
+    (own,) = layers_of(layer)
+    rows, groups = own.rows([parameter.detach() for parameter in parameters]), own.groups
     d = rows.shape[-1]
     scaled, total = [], rows.clone()
     for _ in range(2):
@@ -98,10 +98,10 @@ def test_any_layer_computes_with_its_scaled_weight(case, rank, augmented, large,
         scaled.append((space, scale))
         total += rows @ space @ (scale - torch.eye(space.shape[-1])) @ space.mT
     with mock.patch.object(backward, "WORTHWHILE", 0 if large else 2**62):
-        detach = _Scaling(scaled).attach(layer)
+        detach = _Scaling(scaled).attach(own)
     actual = layer(x)
     detach()
-    weight, *bias = from_rows(total, parameters)
+    weight, *bias = own.from_rows(total, parameters)
     with torch.no_grad():
         layer.weight.copy_(weight)
         if bias:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from became_avalanche.subspace.basis import Projector, grow_basis, ranks
-from became_avalanche.subspace.layers import InputMatrix
+from became_avalanche.subspace.inputs import InputMatrix
 from tests import oracles
 
 

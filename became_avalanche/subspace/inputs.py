@@ -1,127 +1,19 @@
-"""Which layers are protected, and what a layer's inputs are.
-
-A layer with weight matrix ``W`` (out x d) sees an input matrix ``A`` (d x n): one column per sample, token or patch,
-padding, stride and dilation applied, so that its output is ``W A``. A convolution with groups is one such pair per
-group, so every matrix here carries a leading group axis: ``W`` is (groups, out / groups, d), ``A`` is (groups, d, n).
-"""
+"""The inputs of a model's layers, streamed into matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-Layer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-NORMALISATION = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-
-_CHUNK = 2**21
-"""Elements of unfolded input held at a time: 16 MiB in float64, which stay in the caches and the allocator's hands."""
+from became_avalanche.layers.layer import Layer
 
 _BLOCK = 256
 """Gram matrices of more rows than this are made of blocks, of which the upper half is copied from the lower one."""
-
-
-@dataclass
-class LayerMap:
-    """The trainable parts of a model, as a projection method sees them."""
-
-    protected: dict[str, list[Layer]] = field(default_factory=dict)
-    """Weight name -> the layers that use this weight (more than one if layers share it)."""
-    biases: dict[str, list[str]] = field(default_factory=dict)
-    """Weight name -> names of the biases beside it, where there are any (several if layers share the weight)."""
-    normalisation: list[str] = field(default_factory=list)
-    """Names of the parameters of normalisation layers."""
-    unprotectable: list[str] = field(default_factory=list)
-    """Modules that own parameters but are of no protectable kind."""
-
-
-def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
-    """Find the layers of ``model`` by module type, leaving out everything at or below the names in ``skip``.
-
-    Only exact types count: a subclass, or a layer under weight normalisation, may compute something else than ``W A``.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    layers = LayerMap()
-    for module_name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if not own or is_below(module_name, skip):
-            continue
-        if type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d) and "weight" in own:
-            weight = names[id(own["weight"])]
-            layers.protected.setdefault(weight, []).append(module)
-            if "bias" in own:
-                biases = layers.biases.setdefault(weight, [])
-                biases += {names[id(own["bias"])]} - set(biases)
-        elif isinstance(module, NORMALISATION):
-            layers.normalisation += [names[id(parameter)] for parameter in own.values()]
-        else:
-            layers.unprotectable.append(f"{module_name or 'model'} ({type(module).__name__})")
-    return layers
-
-
-def is_below(name: str, prefixes: Collection[str]) -> bool:
-    """Whether ``name`` is one of the module names ``prefixes`` or lies below one."""
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
-
-
-def as_rows(tensors: Sequence[Tensor], groups: int) -> Tensor:
-    """Tensors with one entry per output unit (a weight, its bias) side by side, as rows (groups, out / groups, d).
-
-    The rows of a single tensor are a view of it where possible.
-    """
-    rows = [tensor.reshape(groups, len(tensor) // groups, -1) for tensor in tensors]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
-
-
-def from_rows(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo ``as_rows``: cut ``rows`` into tensors of the shapes of ``like``."""
-    parts = rows.split_with_sizes([tensor[0].numel() for tensor in like], dim=-1)
-    return [part.reshape(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-
-
-def input_columns(layer: Layer, x: Tensor) -> Iterator[Tensor]:
-    """The input ``x`` of ``layer`` as columns (groups, d, n), in chunks of bounded size."""
-    if isinstance(layer, nn.Linear):
-        yield x.reshape(1, -1, layer.in_features).mT
-        return
-    if x.dim() == len(layer.kernel_size) + 1:  # a single sample without a batch axis
-        x = x.unsqueeze(0)
-    size = len(x) * _unfold(layer, x[:1]).numel()
-    for chunk in x.chunk(size // _CHUNK + 1):
-        yield _unfold(layer, chunk)
-
-
-def _unfold(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """Patches of ``x`` as columns, for any number of spatial axes (``F.unfold`` knows only two)."""
-    axes = len(layer.kernel_size)
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = F.pad(x, _padding(layer), mode=mode)
-    for axis, (kernel, stride, dilation) in enumerate(
-        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    ):
-        x = x.unfold(2 + axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
-    # batch, channel, positions..., kernel... -> channel, kernel..., batch, positions...
-    x = x.permute(1, *range(2 + axes, 2 + 2 * axes), 0, *range(2, 2 + axes))
-    return x.reshape(layer.groups, layer.in_channels // layer.groups * prod(layer.kernel_size), -1)
-
-
-def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:
-    """``layer.padding`` in the order of ``F.pad``: last axis first, both sides of each."""
-    totals: list[int]
-    if layer.padding == "same":
-        totals = [dilation * (kernel - 1) for kernel, dilation in zip(layer.kernel_size, layer.dilation, strict=True)]
-    elif layer.padding == "valid":
-        totals = [0] * len(layer.kernel_size)
-    else:
-        totals = [2 * int(side) for side in layer.padding]
-    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
 
 
 class InputMatrix:
@@ -252,9 +144,10 @@ def recorded_inputs(
     """
     matrices: dict[str, InputMatrix] = {}
 
+    @torch.no_grad()
     def record(name: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = (args[0] if args else kwargs["input"]).detach()
-        for columns in input_columns(layer, x.mean(0, keepdim=True) if batch_mean else x):
+        columns_of = layer.mean_columns if batch_mean else layer.columns
+        for columns in columns_of(*args, **kwargs):
             if name in ones:
                 columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
             matrices.setdefault(name, InputMatrix(single=single)).add(columns)
@@ -262,8 +155,8 @@ def recorded_inputs(
     with ExitStack() as hooks:
         for name, users in layers.items():
             for layer in users:
-                hook = layer.register_forward_pre_hook(
-                    lambda module, args, kwargs, name=name: record(name, module, args, kwargs),
+                hook = layer.module.register_forward_pre_hook(
+                    lambda module, args, kwargs, name=name, layer=layer: record(name, layer, args, kwargs),
                     with_kwargs=True,
                     prepend=True,  # before hooks that change the input
                 )

@@ -1,0 +1,139 @@
+"""What each kind of layer does with its inputs."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from became_avalanche.layers import convolution
+from became_avalanche.layers.model import layers_of, map_layers
+from tests import oracles
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def columns_of(module, *args, **kwargs):
+    """The inputs of a call of a module with one layer, as one matrix."""
+    (layer,) = layers_of(module)
+    return torch.cat(list(layer.columns(*args, **kwargs)), dim=-1)
+
+
+@st.composite
+def layers_with_inputs(draw, padding_modes=("zeros", "reflect", "replicate", "circular")):
+    """A Linear or Conv layer of any shape in float64, and an input for it."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    batch = draw(st.integers(1, 3))
+    kind = draw(st.sampled_from((nn.Linear, *CONVOLUTIONS)))
+    if kind is nn.Linear:
+        layer = nn.Linear(draw(st.integers(1, 6)), draw(st.integers(1, 4)), bias=draw(st.booleans())).double()
+        tokens = draw(st.lists(st.integers(1, 3), max_size=2))
+        return layer, torch.randn(batch, *tokens, layer.in_features, dtype=torch.float64)
+    axes = CONVOLUTIONS.index(kind) + 1
+    groups = draw(st.sampled_from((1, 1, 2, 3)))
+    each = st.integers(1, 2)
+    kernel = [draw(st.integers(1, 3 if axes < 3 else 2)) for _ in range(axes)]
+    padding = draw(st.one_of(st.just("valid"), st.tuples(*[st.integers(0, 1)] * axes)))
+    stride = [draw(each) for _ in range(axes)]
+    if stride == [1] * axes and draw(st.booleans()):
+        padding = "same"
+    layer = kind(
+        groups * draw(each),
+        groups * draw(each),
+        kernel_size=kernel,
+        stride=stride,
+        padding=padding,
+        dilation=[draw(each) for _ in range(axes)],
+        groups=groups,
+        padding_mode=draw(st.sampled_from(padding_modes)),
+        bias=draw(st.booleans()),
+    ).double()
+    return layer, torch.randn(batch, layer.in_channels, *[draw(st.integers(5, 6)) for _ in range(axes)]).double()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@given(layers_with_inputs())
+def test_output_is_weight_times_columns(case):
+    layer, x = case
+    columns = columns_of(layer, x)
+    bias = [] if layer.bias is None else [layer.bias]
+    if bias:
+        columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
+    product = layers_of(layer)[0].rows([layer.weight, *bias]) @ columns
+
+    output = layer(x)
+    channels_first = output.movedim(-1, 0) if isinstance(layer, nn.Linear) else output.movedim(1, 0)
+    torch.testing.assert_close(product.reshape(len(channels_first), -1), channels_first.flatten(1))
+
+
+@given(layers_with_inputs(padding_modes=("zeros",)))
+def test_columns_equal_explicit_loops(case):
+    layer, x = case
+    if isinstance(layer, nn.Linear) or isinstance(layer.padding, str):
+        return
+    columns = columns_of(layer, x)
+    expected = oracles.patches(x.numpy(), layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+    np.testing.assert_array_equal(columns.numpy(), expected)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+def test_columns_equal_torch_unfold_with_stride_and_padding(kernel):
+    x = torch.randn(2, 3, 8, 8)
+    layer = nn.Conv2d(3, 5, kernel, stride=2, padding=1)
+    expected = F.unfold(x, kernel, padding=1, stride=2).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(columns_of(layer, x)[0], expected, rtol=0, atol=0)
+
+
+def test_input_without_batch_axis():
+    x = torch.randn(4, 6, 6)
+    layer = nn.Conv2d(4, 2, 3)
+    torch.testing.assert_close(columns_of(layer, x), columns_of(layer, x[None]))
+
+
+def test_chunks_are_bounded_and_change_nothing(monkeypatch):
+    layer, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(10, 3, 6, 6)
+    whole = columns_of(layer, x)
+    monkeypatch.setattr(convolution, "CHUNK", 2 * 27 * 36)
+    chunks = list(layers_of(layer)[0].columns(x))
+    assert len(chunks) > 4
+    assert max(chunk.numel() for chunk in chunks) <= 2 * 27 * 36
+    torch.testing.assert_close(torch.cat(chunks, dim=-1), whole, rtol=0, atol=0)
+
+
+@given(layers_with_inputs())
+def test_rows_round_trip(case):
+    layer, _ = case
+    tensors = [layer.weight, *([] if layer.bias is None else [layer.bias])]
+    (own,) = layers_of(layer)
+    back = own.from_rows(own.rows(tensors), tensors)
+    for tensor, same in zip(tensors, back, strict=True):
+        assert torch.equal(tensor, same)
+
+
+def test_map_sorts_a_model_into_kinds():
+    class Lora(nn.Linear):
+        pass
+
+    model = nn.Sequential(
+        nn.Conv1d(2, 2, 1),
+        nn.BatchNorm1d(2),
+        nn.Linear(4, 4, bias=False),
+        nn.LayerNorm(4),
+        nn.ConvTranspose1d(2, 2, 1),
+        Lora(4, 4),
+        parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.Linear(4, 4),
+    )
+    layers = map_layers(model, skip=["7"])
+    assert set(layers.protected) == {"0.weight", "2.weight"}
+    assert layers.biases == {"0.weight": ["0.bias"]}
+    assert layers.normalisation == ["1.weight", "1.bias", "3.weight", "3.bias"]
+    assert [name.split()[0] for name in layers.unprotectable] == ["4", "5", "6", "6.parametrizations.weight"]
+
+
+def test_skip_is_by_whole_names():
+    model = nn.ModuleDict({"fc": nn.Linear(1, 1), "fc2": nn.Linear(1, 1)})
+    assert set(map_layers(model, skip=["fc"]).protected) == {"fc2.weight"}
