@@ -59,6 +59,7 @@ from .strategy.checkpoint import NotResumableError as NotResumableError
 from .strategy.checkpoint import load_strategy as load_strategy
 from .strategy.checkpoint import save_strategy as save_strategy
 from .strategy.divergence import DivergenceError as DivergenceError
+from .strategy.drift import measure_drift as measure_drift
 from .strategy.protocols import OwnsParameters as OwnsParameters
 from .strategy.protocols import StageAware as StageAware
 from .strategy.protocols import Suspendable as Suspendable

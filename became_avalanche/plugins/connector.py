@@ -12,7 +12,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.plugins.merge import BecameMergePlugin
-from became_avalanche.strategy.heads import task_heads
+from became_avalanche.strategy.heads import growing_heads
 from became_avalanche.strategy.protocols import StageAware
 from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended
 from became_avalanche.strategy.weights import interpolate, restore, snapshot
@@ -105,7 +105,7 @@ class ConnectorPlugin(StagedPlugin, StageAware):
                 raise ValueError(f"head names {self.head!r}, which the model does not have; it has {list(modules)[1:]}")
             return self.head
         heads = (
-            list(task_heads(model)) or [name for name, module in modules.items() if isinstance(module, nn.Linear)][-1:]
+            list(growing_heads(model)) or [name for name, module in modules.items() if isinstance(module, nn.Linear)][-1:]
         )
         if len(heads) != 1:
             raise ValueError(

@@ -14,7 +14,7 @@ from became_avalanche.layers.model import map_layers
 from became_avalanche.merging.fisher import batched_fisher
 from became_avalanche.plugins.covariance import CovariancePlugin
 from became_avalanche.plugins.projection import ProjectionOptions, refuse_divergence, stored_like
-from became_avalanche.strategy.heads import task_heads
+from became_avalanche.strategy.heads import growing_heads
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.state import StatefulPlugin
 from became_avalanche.subspace.basis import compact
@@ -173,7 +173,7 @@ def nscl_groups(
     :param normalisation_lr: learning rate of the normalisation layers.
     :param weight_decay: weight decay of backbone and normalisation.
     """
-    heads = [parameter for head in task_heads(model).values() for parameter in head.parameters()]
+    heads = [parameter for head in growing_heads(model).values() for parameter in head.parameters()]
     names = set(map_layers(model).normalisation)
     normalisation = [parameter for name, parameter in model.named_parameters() if name in names]
     apart = {id(parameter) for parameter in heads + normalisation}

@@ -16,7 +16,7 @@ from became_avalanche.files import suggestion
 from became_avalanche.layers.model import LayerMap, map_layers
 from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.strategy.divergence import DivergenceError
-from became_avalanche.strategy.heads import task_heads
+from became_avalanche.strategy.heads import growing_heads
 from became_avalanche.strategy.passes import data_pass, mean_gradients, refuse_online
 from became_avalanche.strategy.protocols import Suspendable
 from became_avalanche.strategy.state import StatefulPlugin
@@ -284,7 +284,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
             if name not in modules:
                 hint = suggestion(name, filter(None, modules))
                 raise ValueError(f"exclude names the module {name!r}, which the model does not have; {hint}")
-        layers = map_layers(model, skip=[*task_heads(model), *self.exclude])
+        layers = map_layers(model, skip=[*growing_heads(model), *self.exclude])
         self._complain(layers.unprotectable, "have parameters of a kind that cannot be protected")
         if not layers.protected:
             raise ValueError(
@@ -328,7 +328,7 @@ def _trainable_together(model: nn.Module, biases: dict[str, list[str]]) -> set[s
 def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:
     """Raise a ValueError if Avalanche could not tell into which parameter group a new head belongs."""
     groups = strategy.optimizer.param_groups
-    for name, module in task_heads(strategy.model).items():
+    for name, module in growing_heads(strategy.model).items():
         if len(groups) == 1:
             continue
         own = {id(parameter) for parameter in module.parameters()}

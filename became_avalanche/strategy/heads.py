@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from became_avalanche.layers.model import is_below
 
 
-def task_heads(model: nn.Module) -> dict[str, nn.Module]:
+def growing_heads(model: nn.Module) -> dict[str, nn.Module]:
     """The heads of the model that Avalanche makes grow with the tasks, by name."""
     heads: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadClassifier | IncrementalClassifier) and not is_below(name, heads):
             heads[name] = module
     return heads
+
+
+def task_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """The growing heads with outputs of their own for each task; a single growing head serves all tasks alike."""
+    return {name: head for name, head in growing_heads(model).items() if isinstance(head, MultiHeadClassifier)}
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], experiences: It
         than Avalanche's heads.
     """
     device = next(model.parameters()).device
-    heads = task_heads(model)
+    heads = growing_heads(model)
     for experience in experiences:
         for name, module in list(model.named_modules()):
             if isinstance(module, DynamicModule) and module._auto_adapt and not is_below(name, heads):

@@ -1,0 +1,108 @@
+"""How far the outputs of a model's layers have moved on given data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from math import inf, sqrt
+from typing import Any
+
+import torch
+from avalanche.benchmarks.utils import AvalancheDataset
+from avalanche.models.utils import avalanche_forward
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from became_avalanche.strategy.heads import task_heads
+from became_avalanche.subspace.layers import is_below
+
+
+@torch.no_grad()
+def measure_drift(
+    before: nn.Module, after: nn.Module, data: Any, *, task_label: int = 0, batch_size: int = 128
+) -> dict[str, float]:
+    """How far the outputs of each layer have moved: what a gradient projection method promises to keep small.
+
+    Each layer of ``before`` sees its inputs ``x`` on ``data`` in eval mode. The layer of the same name in ``after``
+    gets the same ``x``, and the result is ``‖after(x) − before(x)‖ / ‖before(x)‖``:
+
+        before = deepcopy(strategy.model)
+        strategy.train(benchmark.train_stream[1])
+        print(measure_drift(before, strategy.model, benchmark.train_stream[0]))
+
+    A layer is any module with parameters of its own that the model calls, normalisation layers included, outside the
+    heads of single tasks. Of a head that has grown since, the old outputs are compared. Both models are left as they
+    were.
+
+    :param before: a copy of the model, as ``copy.deepcopy`` makes it.
+    :param after: the model now.
+    :param data: an experience or a dataset of Avalanche, of which eval transforms are used, or a batch of inputs.
+    :param task_label: the task of a batch of inputs, for models that need one.
+    :param batch_size: how many samples pass at a time.
+    :return: relative change by the name of the layer, in the order of the model.
+    """
+    if before is after:
+        raise ValueError("before and after are the same object; copy the model before the training: deepcopy(model)")
+    heads = list(task_heads(before))
+    pairs = {
+        name: (module, after.get_submodule(name))
+        for name, module in before.named_modules()
+        if dict(module.named_parameters(recurse=False)) and not is_below(name, heads)
+    }
+    moved: dict[str, Tensor] = {}
+    total: dict[str, Tensor] = {}
+
+    def compare(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        again = pairs[name][1](*args, **kwargs)
+        for old, new in zip(_tensors(output), _tensors(again), strict=True):
+            new = new.to(old.device)[tuple(slice(size) for size in old.shape)]
+            moved[name] = moved.get(name, 0) + (new.double() - old.double()).square().sum()
+            total[name] = total.get(name, 0) + old.double().square().sum()
+
+    device = next(before.parameters()).device
+    with ExitStack() as stack:
+        for model in (before, after):
+            stack.enter_context(_evaluating(model))
+        for name, (module, _) in pairs.items():
+            hook = module.register_forward_hook(
+                lambda module, args, kwargs, output, name=name: compare(name, args, kwargs, output), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        for x, labels in _batches(data, task_label, batch_size):
+            avalanche_forward(before, x.to(device), labels.to(device))
+    return {name: _ratio(float(moved[name]), float(total[name])) for name in pairs if name in moved}
+
+
+def _ratio(moved: float, total: float) -> float:
+    return sqrt(moved / total) if total else (inf if moved else 0.0)
+
+
+def _batches(data: Any, task_label: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and their task labels."""
+    if isinstance(data, Tensor):
+        for x in data.split(batch_size):
+            yield x, torch.full((len(x),), task_label)
+        return
+    dataset = data if isinstance(data, AvalancheDataset) else data.dataset
+    dataset = dataset.eval()
+    for x, _, *rest in DataLoader(dataset, batch_size, collate_fn=dataset.collate_fn):
+        yield x, rest[-1] if rest else torch.full((len(x),), task_label)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors of a module's output, however nested."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
