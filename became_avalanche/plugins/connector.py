@@ -105,7 +105,8 @@ class ConnectorPlugin(StagedPlugin, StageAware):
                 raise ValueError(f"head names {self.head!r}, which the model does not have; it has {list(modules)[1:]}")
             return self.head
         heads = (
-            list(growing_heads(model)) or [name for name, module in modules.items() if isinstance(module, nn.Linear)][-1:]
+            list(growing_heads(model))
+            or [name for name, module in modules.items() if isinstance(module, nn.Linear)][-1:]
         )
         if len(heads) != 1:
             raise ValueError(
