@@ -80,7 +80,7 @@ def _ratio(moved: float, total: float) -> float:
 def _batches(data: Any, task_label: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and their task labels."""
     if isinstance(data, Tensor):
-        for x in data.split(batch_size):
+        for x in torch.split(data, batch_size):
             yield x, torch.full((len(x),), task_label)
         return
     dataset = data if isinstance(data, AvalancheDataset) else data.dataset
