@@ -13,8 +13,8 @@ from avalanche.models.utils import avalanche_forward
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from became_avalanche.layers.model import is_below
 from became_avalanche.strategy.heads import task_heads
-from became_avalanche.subspace.layers import is_below
 
 
 @torch.no_grad()
