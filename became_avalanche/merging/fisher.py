@@ -102,7 +102,7 @@ def _per_sample(
     samples = 0
     with recorded_calls(model, parameters) as calls:
         for _, logits, labels in batches:
-            losses = likelihoods(logits.log_softmax(-1), labels)
+            losses = likelihoods(_log_p(logits, labels), labels)
             refuse_unrecorded(calls, losses[0], parameters)
             for loss in losses:
                 for name, squares in squared_gradients(calls, loss, parameters).items():
@@ -112,6 +112,23 @@ def _per_sample(
     if samples == 0:
         raise ValueError(NO_DATA)
     return {name: diagonal / samples for name, diagonal in fisher.items()}
+
+
+def are_class_logits(logits: Tensor, labels: Tensor) -> bool:
+    """Whether these are the logits of two or more classes for each sample, and one label for each sample."""
+    is_matrix = logits.dim() == 2 and logits.shape[1] > 1
+    return is_matrix and not labels.is_floating_point() and labels.shape == logits.shape[:1]
+
+
+def _log_p(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logarithm of the probability of each class."""
+    if not are_class_logits(logits, labels):
+        raise ValueError(
+            "this estimator of the Fisher information needs one row of class logits and one class label per sample, "
+            f"but the model's outputs have the shape {tuple(logits.shape)} and the labels {tuple(labels.shape)} of "
+            f"{labels.dtype}; use fisher='batched', which works with every loss"
+        )
+    return logits.log_softmax(-1)
 
 
 def _true(log_p: Tensor, labels: Tensor) -> list[Tensor]:
@@ -128,7 +145,7 @@ def _all(log_p: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def _batched_sampled(batches: Iterable[Batch], model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    drawn = ((_sampled(logits.log_softmax(-1), labels)[0], len(labels)) for _, logits, labels in batches)
+    drawn = ((_sampled(_log_p(logits, labels), labels)[0], len(labels)) for _, logits, labels in batches)
     return batched_fisher(((total / size, size) for total, size in drawn), parameters)
 
 

@@ -11,7 +11,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.layers.model import map_layers
-from became_avalanche.merging.fisher import batched_fisher
+from became_avalanche.merging.fisher import are_class_logits, batched_fisher
 from became_avalanche.plugins.covariance import CovariancePlugin
 from became_avalanche.plugins.projection import ProjectionOptions, refuse_divergence, stored_like
 from became_avalanche.strategy.heads import growing_heads
@@ -36,7 +36,7 @@ class NSCLPlugin(CovariancePlugin):
 
     The parameters of normalisation layers stay free and are held by a penalty ``coefficient * Σ importance (θ − θ*)²``
     instead, which is at work when the projection is suspended, too. The importance is the mean over batches of
-    ``B g²`` with ``g`` the gradient of the loss against the labels that the model predicts.
+    ``B g²`` with ``g`` the gradient of the loss against the labels that the model predicts, where it is a classifier.
     """
 
     freezes_normalisation = False
@@ -151,8 +151,9 @@ class NSCLPlugin(CovariancePlugin):
 
 
 def _loss_of_predictions(strategy: SupervisedTemplate) -> Tensor:
-    """The loss of the current batch against the labels that the model predicts."""
-    strategy.mbatch[1] = strategy.mb_output.argmax(-1)
+    """The loss of the current batch against the labels that the model predicts; the true ones if it predicts none."""
+    if are_class_logits(strategy.mb_output, strategy.mb_y):
+        strategy.mbatch[1] = strategy.mb_output.argmax(-1)
     loss: Tensor = strategy.criterion()
     return loss
 

@@ -288,6 +288,37 @@ def test_what_cannot_be_told_apart_is_refused():
         estimate(model, x, y, "exact")
 
 
+NOT_CLASSES = {
+    "regression": (nn.Linear(3, 2), lambda n: torch.randn(n, 2), F.mse_loss),
+    "one output": (nn.Sequential(nn.Linear(3, 1), nn.Flatten()), lambda n: torch.randn(n, 1), F.mse_loss),
+    "binary with one logit": (nn.Linear(3, 1), lambda n: torch.rand(n, 1).round(), F.binary_cross_entropy_with_logits),
+    "several labels": (nn.Linear(3, 4), lambda n: torch.rand(n, 4).round(), F.binary_cross_entropy_with_logits),
+    "dense labels": (
+        nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 4, 1)),
+        lambda n: torch.randint(4, (n, 3)),
+        F.cross_entropy,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_CLASSES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_are_not_class_logits_is_refused_but_by_batched(estimator, case):
+    model, make_labels, loss = NOT_CLASSES[case]
+    x, y = torch.randn(5, 3), make_labels(5)
+    parameters = dict(model.named_parameters())
+
+    def batches():
+        logits = model(x)
+        yield Batch(loss(logits, y), logits, y)
+
+    if estimator == "batched":
+        assert all(diagonal.any() for diagonal in Fisher(estimator)(batches(), model, parameters).values())
+    else:
+        with pytest.raises(ValueError, match=r"class logits.*shape.*use fisher='batched'"):
+            Fisher(estimator)(batches(), model, parameters)
+
+
 def test_unknown_estimators_are_refused():
     with pytest.raises(
         ValueError,
