@@ -174,7 +174,7 @@ def data(data: Path) -> None:
     from became_avalanche.runs.describe import all_sources, describe_source
 
     for source in all_sources():
-        click.echo(describe_source(source, data))
+        click.echo(_wrapped(describe_source(source, data)))
 
 
 def main() -> None:
@@ -200,9 +200,41 @@ def _check_device(device: str) -> None:
     import torch
 
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise click.UsageError(f"cannot train on --device {device}: {str(error).splitlines()[0]}") from None
+        torch.ones(1, device=device).item()  # the device "meta" makes tensors, but has no values
+    except (RuntimeError, AssertionError, NotImplementedError):
+        backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+        found = ["cpu", *(name for name, backend in backends.items() if backend.is_available())]
+        raise click.UsageError(f"cannot train on --device {device}; torch finds here: {', '.join(found)}") from None
+
+
+def _check_wandb() -> None:
+    """Say that nobody is logged in before anything is trained. On a terminal, wandb asks for the key once."""
+    import os
+
+    import wandb
+
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return
+    try:
+        wandb.login(verify=False)
+    except wandb.errors.UsageError:
+        advice = "run `wandb login`, or set WANDB_MODE=offline to log into the folders of the runs"
+        raise click.UsageError(f"--wandb needs a login to Weights & Biases: {advice}") from None
+
+
+def _wrapped(text: str) -> str:
+    """Lines that are too long for the terminal, continued under their own indent."""
+    import shutil
+    import textwrap
+
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns - 1, break_long_words=False, break_on_hyphens=False
+    )
+    lines = []
+    for line in text.splitlines():
+        wrapper.initial_indent = wrapper.subsequent_indent = line[: len(line) - len(line.lstrip())]
+        lines += wrapper.wrap(line.strip())
+    return "\n".join(lines)
 
 
 def _quiet() -> None:
@@ -241,6 +273,8 @@ def _run_study(
     wanted = missing(statuses)
     if wanted:
         _check(wanted, data)
+        if wandb is not None:
+            _check_wandb()
     local = Local(data=data, keep=keep, wandb=wandb, group=None if study.name == COMPARISON else study.name)
     outcomes: list[Outcome] = []
     try:

@@ -1,11 +1,14 @@
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
+import wandb
 
 from became_avalanche import DivergenceError
 from became_avalanche.cli import main
@@ -68,6 +71,8 @@ def test_without_a_command_there_is_help(became):
     [
         ("compare --methods gpm,ewk", "methods[1]: unknown method 'ewk'; did you mean 'ewc'?"),
         ("compare --methods GPM", "methods[0]: unknown method 'GPM'; did you mean 'gpm'?"),
+        ("compare --methods GPM+BECAME", "methods[0]: unknown method 'GPM+BECAME'; did you mean 'gpm+became'?"),
+        ("compare --methods quux", "unknown method 'quux'; choose one of finetune, gpm, "),
         ("compare --methods ,", "--methods names no method"),
         ("compare --methods=", "--methods names no method"),
         ("compare --methods foo:Bar", "cannot import the plugin 'foo:Bar': No module named 'foo'"),
@@ -78,7 +83,9 @@ def test_without_a_command_there_is_help(became):
         ("compare --out small.toml/below", "cannot write to small.toml/below: Not a directory; choose another folder"),
         ("compare --tasks 6", "split-digits: n_tasks must be at most 5, the tasks of the stream; got 6"),
         ("compare --epochs 0", "'--epochs'"),
-        ("compare --device nowhere", "cannot train on --device nowhere"),
+        ("compare --device nowhere", "cannot train on --device nowhere; torch finds here: cpu"),
+        ("compare --device meta", "cannot train on --device meta; torch finds here: cpu"),
+        ("compare --device cuda:99", "cannot train on --device cuda:99; torch finds here: cpu"),
         ("compare --workers 2", "--workers needs --engine processes"),
         ("compare --address auto", "--address needs --engine ray"),
         ("compare --engine slow", "'--engine'"),
@@ -102,8 +109,45 @@ def test_user_errors_are_one_line_and_code_2(became, file, tmp_path, arguments, 
     assert (code, out) == (2, "")
     assert err.startswith("became: ")
     assert len(err.splitlines()) == 1
+    assert len(err) < 300
     assert message in err
     assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has the device")
+def test_a_device_that_is_not_there_is_named_without_the_words_of_torch(became):
+    code, _, err = became("compare", "--device", "mps")
+    assert (code, "cannot train on --device mps; torch finds here: cpu" in err, len(err) < 90) == (2, True, True)
+
+
+def test_wandb_without_login_is_noticed_before_anything_is_trained(became, fresh_wandb, monkeypatch, tmp_path):
+    code, out, err = compare(became, "gpm", "--wandb", "mine")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        "became: --wandb needs a login to Weights & Biases: run `wandb login`, or set WANDB_MODE=offline to log into "
+        "the folders of the runs"
+    )
+    assert not list(tmp_path.glob("runs/*/"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    wandb.teardown()
+    assert compare(became, "gpm", "--tasks", "1", "--wandb", "mine")[0] == 0
+
+
+def test_long_lines_are_wrapped_to_the_terminal(became, monkeypatch):
+    for columns in (80, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        code, out, _ = became("data")
+        assert code == 0
+        assert all(len(line) < columns or " " not in line.strip() for line in out.splitlines())
+        assert "\n  is downloaded when it is needed" in out
+
+
+def test_the_package_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["became", "presets", "nowhere"])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(SystemExit):
+        runpy.run_module("became_avalanche", run_name="__main__")
+    assert capsys.readouterr().err.startswith("became: unknown benchmark 'nowhere'")
 
 
 def test_an_error_of_ours_is_not_hidden(became, monkeypatch):
@@ -123,7 +167,8 @@ def test_comparison(became, tmp_path):
     assert re.search(rf"^{where} 2: 1 epoch, accuracy \d+\.\d\d %, \d+\.\d s \(about \d+ s left\)$", err, re.M)
     ends = re.findall(r"^(\S+), seed 0: done, ACC \d+\.\d\d %, BWT -?\d+\.\d\d % \((\d) of 3 runs\)$", err, re.M)
     assert ends == [("gpm", "1"), ("gpm+became", "2"), ("finetune", "3")]
-    assert len(err.splitlines()) == 2 + 3 + 2 + 3
+    assert err.startswith("3 of 3 runs to train\n")
+    assert len(err.splitlines()) == 1 + 2 + 3 + 2 + 3
     assert "blobs (2 of 3 tasks, at most 1 epoch per stage), one seed\n" in out
     rows = re.findall(r"^(\S+) +\d+\.\d\d +[+-]\d+\.\d\d +\d+ +\d+\.\d$", out, re.M)
     assert rows == ["finetune", "gpm+became", "gpm"]
@@ -264,7 +309,7 @@ def test_presets_and_data_are_listed(became, tmp_path):
     code, out, err = became("data", "--data", str(tmp_path))
     assert (code, err) == (0, "")
     assert "CIFAR-100: missing\n" in out
-    assert f"TinyImageNet: incomplete or corrupt\n  {tmp_path}" in out
+    assert f"TinyImageNet: incomplete or corrupt\n  {tmp_path}/tiny-imagenet-200" in out
 
 
 def test_a_real_process_is_interrupted_and_resumed(tmp_path):

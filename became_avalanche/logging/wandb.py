@@ -144,7 +144,8 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
                 raise  # has nothing to do with the server
             reason = " ".join(str(error).split())
             raise RuntimeError(
-                f'wandb could not start a run online ({reason}): log in with `wandb login`, or use mode="offline"'
+                f"wandb could not start a run online ({reason}): log in with `wandb login`, or log into files with "
+                'mode="offline" or WANDB_MODE=offline'
             ) from error
         self._arguments.update(id=run.id, resume="allow")
         self.step = max(self.step, run.step)  # a resumed run may have got further than the checkpoint

@@ -43,8 +43,8 @@ def ignore(event: Event) -> None:
 class Progress:
     """Shows the progress of many runs.
 
-    On a terminal there is one live line. Elsewhere there is one plain line per task and stage. Events of all workers
-    come to this one object, so lines never mix.
+    On a terminal there is one live line. Elsewhere there is one plain line per task and stage, and within a long stage
+    one per minute. Events of all workers come to this one object, so lines never mix.
     """
 
     def __init__(self, specs: dict[str, RunSpec], done: int = 0) -> None:
@@ -54,7 +54,7 @@ class Progress:
         :param done: how many runs are finished already.
         """
         self.specs = specs
-        self._start = perf_counter()
+        self._start = self._spoke = perf_counter()
         self._total, self._done = len(specs) + done, done
         self._stages = dict.fromkeys(specs, 0)
         self._of = {key: _stages(spec) for key, spec in specs.items()}
@@ -62,12 +62,14 @@ class Progress:
         self._bar = tqdm(
             total=sum(self._of.values()),
             disable=not sys.stderr.isatty(),
-            bar_format="{desc}  {bar:20}  {percentage:3.0f} %, {remaining} left",
+            bar_format="{percentage:3.0f} %, {remaining} left: {desc}",  # a narrow terminal cuts the end of the line
             dynamic_ncols=True,
             leave=False,
         )
 
     def __enter__(self) -> Progress:
+        if self.specs:
+            self._print(f"{len(self.specs)} of {self._total} runs to train")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -90,6 +92,8 @@ class Progress:
         where = f"{who}, task {event.task} of {spec.n_trainings}, stage {event.stage}"
         if event.kind == "epoch":
             self._bar.set_description_str(f"{where}, epoch {event.epoch}")
+            if perf_counter() - self._spoke > 60:
+                self._print(f"{where}, epoch {event.epoch} ({self._left()})")
             return
         self._advance(event.key, 1)
         accuracy = "" if event.accuracy is None else f", accuracy {100 * event.accuracy:.2f} %"
@@ -121,6 +125,7 @@ class Progress:
         return f"about {duration(seconds)} left"
 
     def _print(self, line: str, always: bool = False) -> None:
+        self._spoke = perf_counter()
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)
         elif always:

@@ -1,6 +1,10 @@
+import fcntl
 import io
+import os
 import re
+import struct
 import sys
+import termios
 
 import pytest
 
@@ -11,8 +15,9 @@ MERGED, JOINT = BLOBS.spec("gpm+became", 1), BLOBS.spec("joint")
 
 
 @pytest.fixture
-def progress():
+def progress(capsys):
     with Progress({MERGED.key(): MERGED, JOINT.key(): JOINT}, done=3) as progress:
+        assert capsys.readouterr().err == "2 of 5 runs to train\n"
         yield progress
 
 
@@ -36,6 +41,17 @@ def test_plain_lines(progress, capsys):
     ]
 
 
+def test_a_long_stage_is_not_silent(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("became_avalanche.runs.progress.perf_counter", lambda: clock[0])
+    with Progress({MERGED.key(): MERGED}) as progress:
+        for epoch in range(1, 16):
+            clock[0] += 10
+            progress(Event(MERGED.key(), "epoch", 1, 1, epoch))
+    shown = [re.findall(r"stage 1, epoch (\d+) \(", line) for line in capsys.readouterr().err.splitlines()[1:]]
+    assert shown == [["7"], ["14"]]
+
+
 def test_a_failure_without_a_reason(progress, capsys):
     progress.finished(MERGED.key(), record_of(MERGED, "failed", 0), None)
     assert capsys.readouterr().err == "gpm+became, seed 1: failed: no reason given (4 of 5 runs)\n"
@@ -48,7 +64,7 @@ def test_time_left_does_not_count_what_was_resumed(capsys, monkeypatch):
         progress(Event(MERGED.key(), "resumed", 2))
         clock[0] = 30.0
         progress(Event(MERGED.key(), "stage", 3, 1, 1))
-        assert capsys.readouterr().err.splitlines() == [
+        assert capsys.readouterr().err.splitlines()[1:] == [
             "gpm+became, seed 1: resumed after task 2 of 3",
             "gpm+became, seed 1, task 3 of 3, stage 1: 1 epoch, 0.0 s (about 30 s left)",
         ]
@@ -68,6 +84,26 @@ def test_a_terminal_has_one_live_line(monkeypatch):
         assert "gpm+became, seed 1, task 1 of 3, stage 1, epoch 3" in terminal.getvalue()
         progress.finished(MERGED.key(), record_of(MERGED, "failed", 1, error="ValueError: no"), None)
     assert "gpm+became, seed 1: failed: ValueError: no (1 of 1 runs)\n" in terminal.getvalue()
+
+
+def test_a_narrow_terminal_shows_the_time_left(monkeypatch):
+    """Read from a real terminal, of 60 columns."""
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    label = MERGED.model_copy(update={"method": MERGED.method.model_copy(update={"label": "a long label " * 4})})
+    with os.fdopen(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with Progress({MERGED.key(): label}) as progress:
+            progress(Event(MERGED.key(), "epoch", 1, 1, 3))
+        terminal.write("end")
+        terminal.flush()
+        shown = ""
+        while not shown.endswith("end"):
+            shown += os.read(reader, 10_000).decode()
+        lines = shown.replace("\r", "\n").splitlines()
+    os.close(reader)
+    assert max(map(len, lines)) <= 60
+    assert any(line.startswith("  0 %, ? left: a long label a long") for line in lines)
 
 
 def test_texts():
