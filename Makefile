@@ -1,4 +1,4 @@
-.PHONY: test test-long demo tables speed clean
+.PHONY: test test-long docs demo tables speed dist clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,9 +8,14 @@ test: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+	$(MAKE) docs
 
 test-long: .venv/installed
 	$(BIN)/pytest -m long
+
+docs: .venv/installed
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+	@echo "The site is docs/_build/html/index.html"
 
 demo: .venv/installed
 	$(BIN)/became compare --benchmark split-digits --seeds 3 --out runs/demo --engine processes \
@@ -26,6 +31,9 @@ speed: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
+
+dist: .venv/installed
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf .venv
