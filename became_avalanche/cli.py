@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ DATA = click.option(
     "--data", default="data", show_default=True, type=click.Path(path_type=Path), help="Folder of data sets."
 )
 OUT = click.option("--out", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs.")
+
+
+SOURCE = click.argument("source", type=click.Path(path_type=Path, exists=True))
 
 
 def execution(command: Callable[..., None]) -> Callable[..., None]:
@@ -177,6 +181,45 @@ def data(data: Path) -> None:
         click.echo(_wrapped(describe_source(source, data)))
 
 
+@became.command("table")
+@SOURCE
+@OUT
+@click.option(
+    "--format",
+    "form",
+    default="text",
+    show_default=True,
+    type=click.Choice(["text", "markdown", "latex", "csv"]),
+    help="latex needs the package booktabs.",
+)
+@click.option("--metrics", default="acc,bwt,epochs,seconds", show_default=True, help="Comma-separated names.")
+def print_table(source: Path, out: Path, form: str, metrics: str) -> None:
+    """Print the table of SOURCE: a folder of runs, the folder of one run, or the TOML file of a study.
+
+    Shows mean and standard deviation over seeds, the gains over the baseline and over equal training with their 95 %
+    intervals, and the figures that the paper publishes.
+    """
+    _quiet()
+    from became_avalanche.results.tables import gains, table, text_gains
+
+    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    try:
+        tables = [(records, table(records, names, with_published=True)) for records in _comparisons(source, out)]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    for k, (records, shown) in enumerate(tables):
+        title = f"{_title(records)}, {_seeds(len({record.seed for record in records}))}"
+        text = {"csv": shown.csv, "latex": lambda: shown.latex(title), "markdown": shown.markdown}.get(form)  # noqa: B023
+        click.echo("\n" * (k > 0), nl=False)
+        if text is not None:
+            click.echo(text().rstrip("\n"))
+            continue
+        styles = {"bold": partial(click.style, bold=True), "underline": partial(click.style, underline=True)}
+        click.echo(f"{title}\n\n{shown.text(**styles)}")
+        if found := text_gains(gains(records, names[0])):
+            click.echo(f"\n{found}")
+
+
 def main() -> None:
     """Entry point: user errors are one line and exit code 2. Modules of the working directory can be imported."""
     sys.path.append(str(Path.cwd()))
@@ -242,6 +285,29 @@ def _quiet() -> None:
     import warnings
 
     warnings.filterwarnings("ignore", message="no QP solver found")
+
+
+def _comparisons(source: Path, out: Path) -> list[list[Record]]:
+    """The records of a folder of runs, of one run or of a study, in groups that can be compared.
+
+    :param source: the folder, or the TOML file of the study.
+    :param out: the folder of the runs of a study.
+    """
+    from became_avalanche.results.record import read_record, read_records
+    from became_avalanche.results.tables import comparisons, in_order
+
+    if source.is_dir():
+        alone = source / "record.json"
+        records = [read_record(alone)] if alone.exists() else read_records(source)
+    else:
+        from became_avalanche.runs.store import Store
+        from became_avalanche.runs.study import Study, records_of
+
+        study = Study.read(source)
+        records = in_order(records_of(study.specs(), Store(out)), study.labels())
+    if not records:
+        raise click.UsageError(f"there are no records of runs in {source if source.is_dir() else out}")
+    return comparisons(records)
 
 
 # ----------------------------------------------------------------------------------------------------------- studies
@@ -370,10 +436,10 @@ def _seeds(number: int) -> str:
 
 
 def _title(records: Sequence[Record]) -> str:
-    from became_avalanche.results.tables import budget
+    from became_avalanche.results.tables import longest_budget
 
-    budgets = sorted({budget(record.spec) for record in records}, key=len)
-    return records[0].benchmark + (f" ({budgets[-1]})" if budgets[-1] else "")
+    budget = longest_budget(records)
+    return records[0].benchmark + (f" ({budget})" if budget else "")
 
 
 def _warn_untuned(name: str, specs: Sequence[RunSpec]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from became_avalanche.files import look_up, write_atomically
 from became_avalanche.results.figures import comparison_figure
-from became_avalanche.results.record import Record
+from became_avalanche.results.record import Record, with_joint
 from became_avalanche.results.tables import budget, gains, gains_over, in_order, table, text_gains
 from became_avalanche.runs.catalogue import BENCHMARKS
 from became_avalanche.runs.store import Store
@@ -46,7 +46,8 @@ def records_in(study: Path) -> list[Record]:
         if status.record is None or status.state != "done":
             raise ValueError(f"{study.name} is incomplete: {status.spec.key()} is {status.state}; {status.note}")
         records.append(status.record.model_copy(update={"label": status.spec.method.shown}))
-    return in_order(records, content.labels())
+    shown = content.labels()
+    return in_order([record for record in with_joint(records) if record.label in shown], shown)
 
 
 def comparison(study: Path) -> str:

@@ -15,6 +15,7 @@ from became_avalanche.cli import main
 from became_avalanche.results.record import read_records
 from became_avalanche.runs import catalogue
 from became_avalanche.runs.session import Session
+from tests.results.records import made_up, make_spec
 from tests.runs.components import BLOBS
 
 BECAME = [sys.executable, "-c", "from became_avalanche.cli import main; main()"]
@@ -97,6 +98,10 @@ def test_without_a_command_there_is_help(became):
         ("status wrong.toml", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
         ("study options.toml", "blobs, gpm: gpm has no option 'alpha' (given 1); choose one of: threshold"),
         ("study options.toml --dry-run", "blobs, gpm: gpm has no option 'alpha' (given 1); choose one of: threshold"),
+        ("table nowhere", "'nowhere' does not exist"),
+        ("table .", "there are no records of runs in ."),
+        ("table small.toml", "there are no records of runs in runs"),
+        ("table small.toml --format html", "'--format'"),
         ("presets 6-datasets", "unknown benchmark '6-datasets'; did you mean '5-datasets'?"),
         ("campare", "No such command 'campare'"),
     ],
@@ -148,6 +153,45 @@ def test_the_package_is_the_command(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_module("became_avalanche", run_name="__main__")
     assert capsys.readouterr().err.startswith("became: unknown benchmark 'nowhere'")
+
+
+def test_tables_of_a_folder_a_run_and_a_study(became, tmp_path, file):
+    for n, seed in enumerate((0, 1)):
+        for method in ("gpm", "gpm-2x", "gpm+became"):
+            run = made_up(method, seed, spec=make_spec(method, seed, benchmark="10-split-cifar100"))
+            write(tmp_path / "folder" / f"{method}.{n}", run)
+    code, out, err = became("table", "folder", "--metrics", "acc, forgetting")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == "10-split-cifar100, 2 seeds, mean ± standard deviation"
+    assert "paper ACC %" in out
+    assert "gpm+became over gpm-2x: " in out
+    heads = {"csv": "method,acc_mean,", "latex": "% needs", "markdown": "| method | ACC %"}
+    for form, head in heads.items():
+        code, out, err = became("table", "folder", "--format", form)
+        assert (code, err) == (0, "")
+        assert out.startswith(head)
+    code, out, _ = became("table", "folder/gpm.0")
+    assert "10-split-cifar100, one seed" in out
+    code, out, err = became("table", "folder", "--metrics", "acc,forgeting")
+    assert (code, out) == (2, "")
+    assert err == "became: unknown metric 'forgeting'; did you mean 'forgetting'?\n"
+    assert compare(became, "gpm", "--tasks", "2")[0] == 0
+    (tmp_path / "own.toml").write_text('benchmarks = ["blobs"]\nmethods = ["gpm"]\nn_tasks = 2\nmax_epochs = 1')
+    code, out, _ = became("table", "own.toml")
+    assert "blobs (2 of 3 tasks, at most 1 epoch per stage), one seed" in out
+
+
+def write(folder, record):
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(record.to_json())
+
+
+def test_tables_of_records_need_no_torch(tmp_path):
+    write(tmp_path / "gpm.0", made_up("gpm", 0))
+    code = f"import sys, became_avalanche.cli as c; c.became(['table', {str(tmp_path)!r}], standalone_mode=False)"
+    code += "; print('torch' in sys.modules, 'avalanche' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "False False", run.stderr
 
 
 def test_an_error_of_ours_is_not_hidden(became, monkeypatch):

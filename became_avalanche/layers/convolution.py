@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from became_avalanche.layers.layer import Layer
+from became_avalanche.layers.layer import Layer, Lines
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,11 +32,20 @@ class ConvolutionLayer(Layer):
         return []
 
     def columns(self, input: Tensor) -> Iterator[Tensor]:
-        if input.dim() == len(self.module.kernel_size) + 1:  # a single sample without a batch axis
-            input = input.unsqueeze(0)
-        size = len(input) * self._unfold(input[:1]).numel()
-        for chunk in input.chunk(size // CHUNK + 1):
-            yield self._unfold(chunk)
+        for patches in self._chunks(input, self._unfold):
+            yield patches.reshape(self.groups, self.module.in_channels // self.groups * prod(patches.shape[1:-1]), -1)
+
+    def lines(self, input: Tensor) -> Iterator[Lines] | None:
+        """All lines of a patch but the first are those of the patch below, if the kernel moves by one line."""
+        layer = self.module
+        if layer.groups > 1 or layer.stride[0] > 1 or layer.dilation[0] > 1:
+            return None
+        size, others = layer.kernel_size[0], prod(layer.kernel_size[1:])
+        unfolded = self._chunks(input, partial(self._unfold, whole_lines=True))
+        chunks = (Lines(x.reshape(len(x), others, *x.shape[-2:]), size) for x in unfolded)
+        first = next(chunks)
+        pays = 2 * first.values.shape[2] <= first.size * first.windows
+        return chain([first], chunks) if pays else None
 
     def mean_columns(self, input: Tensor) -> Iterator[Tensor]:
         return self.columns(input.mean(0, keepdim=True))
@@ -42,19 +53,31 @@ class ConvolutionLayer(Layer):
     def output_columns(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(len(gradient), self.groups, -1, gradient[0, 0].numel())
 
-    def _unfold(self, x: Tensor) -> Tensor:
-        """Patches of ``x`` as columns, for any number of spatial axes (``F.unfold`` knows only two)."""
+    def _chunks(self, x: Tensor, unfold: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """A batch unfolded in parts of bounded size."""
+        if x.dim() == len(self.module.kernel_size) + 1:  # a single sample without a batch axis
+            x = x.unsqueeze(0)
+        size = len(x) * unfold(x[:1]).numel()
+        for chunk in x.chunk(size // CHUNK + 1):
+            yield unfold(chunk)
+
+    def _unfold(self, x: Tensor, *, whole_lines: bool = False) -> Tensor:
+        """Patches (channels, kernel..., n) of ``x``, for any number of spatial axes (``F.unfold`` knows only two).
+
+        With ``whole_lines`` they span the whole first axis: (channels, other axes of the kernel..., lines, n).
+        """
         layer = self.module
         axes = len(layer.kernel_size)
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x = F.pad(x, self._padding(), mode=mode)
-        for axis, (kernel, stride, dilation) in enumerate(
-            zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-        ):
+        x = F.pad(x, self._padding(), mode=mode).contiguous()  # patches are copied from it line by line
+        kernels = list(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True))
+        for axis in range(whole_lines, axes):
+            kernel, stride, dilation = kernels[axis]
             x = x.unfold(2 + axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
-        # batch, channel, positions..., kernel... -> channel, kernel..., batch, positions...
-        x = x.permute(1, *range(2 + axes, 2 + 2 * axes), 0, *range(2, 2 + axes))
-        return x.reshape(layer.groups, layer.in_channels // layer.groups * prod(layer.kernel_size), -1)
+        # batch, channel, (lines,) positions..., kernel... -> channel, kernel..., (lines,) batch, positions...
+        lines, positions = range(2, 2 + whole_lines), range(2 + whole_lines, 2 + axes)
+        x = x.permute(1, *range(2 + axes, x.dim()), *lines, 0, *positions)
+        return x.flatten(axes + 1)
 
     def _padding(self) -> list[int]:
         """The padding in the order of ``F.pad``: last axis first, both sides of each."""

@@ -10,13 +10,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class Lines(NamedTuple):
+    """Columns that overlap: each of them is a window of neighbouring lines."""
+
+    values: Tensor
+    """(channels, other axes of the kernel, lines, n)"""
+    size: int
+    """Lines of a window. The rows of a column are (channels, lines of the window, other axes of the kernel)."""
+
+    @property
+    def windows(self) -> int:
+        """Windows in each of the n stacks of lines."""
+        return self.values.shape[2] - self.size + 1
 
 
 class Layer(ABC):
@@ -67,6 +81,10 @@ class Layer(ABC):
     def mean_columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """The mean input of a call, as columns."""
         yield torch.cat(list(self.columns(*args, **kwargs)), dim=-1).mean(-1, keepdim=True)
+
+    def lines(self, *args: Any, **kwargs: Any) -> Iterator[Lines] | None:
+        """The inputs of a call as overlapping windows of lines, in chunks, where that saves half of the work."""
+        return None
 
     # ------------------------------------------------------------------------------------------------ weight as rows
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import nan
 from typing import Any
 
 from became_avalanche.files import look_up
 from became_avalanche.results.metrics import METRICS, Metric, Unit
+from became_avalanche.results.published import differences, published
 from became_avalanche.results.record import Record, References, same_budget
 from became_avalanche.results.statistics import Paired, Spread, paired
 
@@ -69,6 +72,12 @@ class Row:
     how many."""
     competes: bool
     """Whether it is ranked with the others. Joint training is not: it is an upper bound."""
+    by_seed: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """By metric and seed, the value of each run that is done and measured it."""
+    gains: Mapping[str, Gain] = field(default_factory=dict)
+    """The gain over its ``baseline`` and over its ``control``, where there is one."""
+    published: Mapping[str, Spread] = field(default_factory=dict)
+    """What the paper publishes for it, by metric."""
 
     @property
     def note(self) -> str:
@@ -82,31 +91,78 @@ class Row:
 
 
 @dataclass(frozen=True)
+class _Column:
+    """A column of a printed table."""
+
+    heading: str
+    cells: Sequence[str]
+    ranks: Sequence[int | None]
+    """1 for the best and for what ties with it, 2 for the second, None for the others."""
+    width: int = 0
+    """The least width in a text."""
+
+
+@dataclass(frozen=True)
 class Table:
-    """One row per label, one column per metric."""
+    """One row per label, one column per metric, and the paper's figures beside those that it publishes."""
 
     metrics: Sequence[Metric]
     rows: Sequence[Row]
+    difference: str = ""
+    """In what the runs differ from those of the published figures; empty if in nothing or without such figures."""
 
-    def text(self, bold: Callable[[str], str] = str) -> str:
-        """The table as text, with the best value of each ranked metric through ``bold``.
+    def text(self, bold: Callable[[str], str] = str, underline: Callable[[str], str] = str) -> str:
+        """The table as text, with the best value of each ranked metric through ``bold``, the second ``underline``.
 
         A line below the table names each label of which runs are absent, and how many.
         """
-        best = {metric.name: self._best(metric) for metric in self.metrics}
-        width = max([len(row.label) for row in self.rows] + [6])
-        widths = {metric.name: max(_FORMATS[metric.unit].width, len(metric.heading)) for metric in self.metrics}
-        headings = [f"{metric.heading:>{widths[metric.name]}}" for metric in self.metrics]
-        lines = ["  ".join([f"{'method':{width}}", *headings])]
-        for row in self.rows:
-            cells = [f"{row.label:{width}}"]
-            for metric in self.metrics:
-                value = row.values[metric.name]
-                cell = f"{_FORMATS[metric.unit].cell(value):>{widths[metric.name]}}"
-                wins = row.competes and value is not None and value.mean == best[metric.name]
-                cells.append(bold(cell) if wins else cell)
-            lines.append("  ".join(cells))
-        return "\n".join([*lines, *(row.note for row in self.rows if row.note)])
+        styles: dict[int | None, Callable[[str], str]] = {1: bold, 2: underline, None: str}
+        labels = [row.label for row in self.rows]
+        width = max([len(label) for label in labels] + [6])
+        lines = [[f"{text:{width}}" for text in ("method", *labels)]]
+        for column in self._columns():
+            wide = max(map(len, [column.heading, " " * column.width, *column.cells]))
+            cells = [styles[rank](f"{cell:>{wide}}") for cell, rank in zip(column.cells, column.ranks, strict=True)]
+            lines.append([f"{column.heading:>{wide}}", *cells])
+        return "\n".join(["  ".join(line) for line in zip(*lines, strict=True)] + self.notes())
+
+    def markdown(self) -> str:
+        """The table for a Markdown page, with the gains as columns; best values bold, second ones underlined."""
+        columns = [*self._columns(), *self._gain_columns()]
+        lines = ["| method | " + " | ".join(column.heading for column in columns) + " |"]
+        lines.append("| --- |" + " ---: |" * len(columns))
+        styles = {1: "**{}**", 2: "<u>{}</u>", None: "{}"}
+        for k, row in enumerate(self.rows):
+            cells = [styles[column.ranks[k]].format(column.cells[k]) for column in columns]
+            lines.append("| " + " | ".join([row.label.replace("|", "\\|"), *cells]) + " |")
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes(explain=True))])
+
+    def latex(self, caption: str = "") -> str:
+        """The table for a paper, with the gains as columns. It needs ``\\usepackage{booktabs}``.
+
+        :param caption: what to write above it, as plain text.
+        """
+        columns = [*self._columns(), *self._gain_columns()]
+        styles = {1: r"\textbf{%s}", 2: r"\underline{%s}", None: "%s"}
+        lines = [" & ".join(["method", *(_tex(column.heading) for column in columns)]) + r" \\", r"\midrule"]
+        for k, row in enumerate(self.rows):
+            cells = [styles[column.ranks[k]] % _tex(column.cells[k]) for column in columns]
+            lines.append(" & ".join([_tex(row.label), *cells]) + r" \\")
+        return "\n".join(
+            [
+                r"% needs \usepackage{booktabs}",
+                r"\begin{table}",
+                r"\centering\small\setlength{\tabcolsep}{4pt}",
+                *([rf"\caption{{{_tex(caption)}}}"] if caption else []),
+                rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
+                r"\toprule",
+                *lines,
+                r"\bottomrule",
+                r"\end{tabular}",
+                *(rf"\par\smallskip{{\footnotesize {_tex(note)}}}" for note in self.notes(explain=True)),
+                r"\end{table}",
+            ]
+        )
 
     def csv(self) -> str:
         """The table as CSV: fractions, counts, seconds and bytes with six digits, empty where nothing was measured."""
@@ -114,6 +170,10 @@ class Table:
         for metric in self.metrics:
             with_std = _FORMATS[metric.unit].with_std
             names += [f"{metric.name}_mean", f"{metric.name}_std"] if with_std else [metric.name]
+        shown = self._published()
+        names += [f"published_{metric.name}_{part}" for metric in shown for part in ("mean", "std")]
+        kinds = self._kinds()
+        names += [f"gain_over_{kind}{part}" for kind in kinds for part in ("", "_low", "_high")]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*names, "runs", "absent"])
@@ -123,19 +183,114 @@ class Table:
                 value = row.values[metric.name]
                 mean, std = (value.mean, value.std) if value else (None, None)
                 numbers += [mean, std] if _FORMATS[metric.unit].with_std else [mean]
+            for metric in shown:
+                value = row.published.get(metric.name)
+                numbers += [value.mean, value.std] if value else [None, None]
+            for kind in kinds:
+                gain = row.gains.get(kind)
+                numbers += [gain.paired.gain.mean, *(gain.paired.interval or (None, None))] if gain else [None] * 3
             cells = ["" if number is None else f"{number:.6g}" for number in numbers]
             writer.writerow([row.label, *cells, row.runs, sum(row.absent.values())])
         return text.getvalue()
 
-    def _best(self, metric: Metric) -> float | None:
-        means = [value.mean for row in self.rows if row.competes and (value := row.values[metric.name])]
-        if not means or metric.direction is None:
-            return None
-        return max(means) if metric.direction == "higher" else min(means)
+    def notes(self, explain: bool = False) -> list[str]:
+        """What is said below the table: which runs are absent, and how the paper's figures differ.
+
+        :param explain: whether to say what the marks mean.
+        """
+        notes = [row.note for row in self.rows if row.note]
+        if self._published() and self.difference:
+            notes.append(f"* The paper's figures have another budget. Ours: {self.difference}.")
+        if explain and any(rank for column in self._columns() for rank in column.ranks):
+            notes.append(
+                "Best in bold, second underlined. Two methods tie if the 95 % interval of their paired difference "
+                "contains zero."
+            )
+        return notes
+
+    def ranks(self, metric: Metric) -> list[int | None]:
+        """For each row 1 if it is the best or ties with it, 2 if it is the second or ties with that, otherwise None.
+
+        Two rows tie if the 95 % interval of their paired difference contains zero. A single seed has no interval, so
+        only equal values tie. A metric without direction has no ranks.
+        """
+        ranks: dict[str, int] = {}
+        left = [row for row in self.rows if row.competes and row.values[metric.name]]
+        if metric.direction is not None:
+            sign = 1 if metric.direction == "higher" else -1
+            left.sort(key=lambda row: -sign * _mean_of(row, metric))
+            for rank in (1, 2):
+                tied = [row for row in left if _tie(left[0], row, metric)]
+                ranks.update({row.label: rank for row in tied})
+                left = [row for row in left if row not in tied]
+        return [ranks.get(row.label) for row in self.rows]
+
+    def _columns(self) -> list[_Column]:
+        columns, shown = [], self._published()
+        for metric in self.metrics:
+            style = _FORMATS[metric.unit]
+            cells = [style.cell(row.values[metric.name]) for row in self.rows]
+            columns.append(_Column(metric.heading, cells, self.ranks(metric), style.width))
+            if metric in shown:
+                star = "*" if self.difference else ""
+                cells = [
+                    style.cell(spread := row.published.get(metric.name)) + (star if spread else "") for row in self.rows
+                ]
+                columns.append(_Column(f"paper {metric.heading}", cells, [None] * len(cells)))
+        return columns
+
+    def _gain_columns(self) -> list[_Column]:
+        words = {"baseline": "over baseline", "control": "over 2x"}
+        columns = []
+        for kind in self._kinds():
+            gains = [row.gains.get(kind) for row in self.rows]
+            title = next(gain.metric.title for gain in gains if gain)
+            cells = ["–" if gain is None else gain.short() for gain in gains]
+            columns.append(_Column(f"{title} {words[kind]}", cells, [None] * len(cells)))
+        return columns
+
+    def _kinds(self) -> list[str]:
+        return [kind for kind in References.model_fields if any(kind in row.gains for row in self.rows)]
+
+    def _published(self) -> list[Metric]:
+        return [metric for metric in self.metrics if any(metric.name in row.published for row in self.rows)]
 
 
-def table(records: Iterable[Record], metrics: Sequence[str] = STANDARD, order: Sequence[str] | None = None) -> Table:
-    """The mean of each label over seeds.
+def _mean_of(row: Row, metric: Metric) -> float:
+    value = row.values[metric.name]
+    return nan if value is None else value.mean
+
+
+def _tie(first: Row, second: Row, metric: Metric) -> bool:
+    ours, theirs = first.by_seed[metric.name], second.by_seed[metric.name]
+    seeds = ours.keys() & theirs.keys()
+    interval = paired([ours[s] for s in seeds], [theirs[s] for s in seeds]).interval if seeds else None
+    equal = _mean_of(first, metric) == _mean_of(second, metric)
+    return equal if interval is None else interval[0] <= 0 <= interval[1]
+
+
+_TEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"},
+    **{"±": r"$\pm$", "–": "--", "λ": r"$\lambda$"},
+}
+_SIGNED = re.compile(r"(?<![\w.])[-+](?=\d)")
+
+
+def _tex(text: str) -> str:
+    """Plain text as LaTeX; the signs of numbers in mathematical mode, where a minus has the right width."""
+    escaped = "".join(_TEX.get(sign, sign) for sign in text)
+    return _SIGNED.sub(lambda match: f"${match.group()}$", escaped)
+
+
+def table(
+    records: Iterable[Record],
+    metrics: Sequence[str] = STANDARD,
+    order: Sequence[str] | None = None,
+    *,
+    with_published: bool = False,
+) -> Table:
+    """The mean of each label over seeds, and its gains in the first of the metrics.
 
     Only runs that are done are averaged. The table says which seeds are absent: runs that diverged, failed or are
     unfinished, and seeds that other labels have.
@@ -143,26 +298,35 @@ def table(records: Iterable[Record], metrics: Sequence[str] = STANDARD, order: S
     :param records: runs with one budget on one benchmark; a ValueError says which two are not comparable.
     :param metrics: names of metrics, in the order of the columns.
     :param order: labels in the order of the rows; other labels follow. By default the order of the records.
+    :param with_published: whether to show the paper's figures where it has some.
     """
     records = in_order(records, order or ())
     check_comparable(records)
     columns = [look_up("metric", name, METRICS) for name in metrics]
     seeds = {record.seed for record in records}
-    return Table(columns, [_row(label, runs, columns, seeds) for label, runs in by_label(records).items()])
+    all_gains = gains(records, metrics[0]) if metrics else []
+    rows = []
+    for label, runs in by_label(records).items():
+        row = _row(label, runs, columns, seeds)
+        own = {gain.kind: gain for gain in reversed(all_gains) if gain.label == label}
+        rows.append(replace(row, gains=own, published=published(runs[0]) if with_published else {}))
+    return Table(columns, rows, ", ".join(differences(records, longest_budget(records))) if records else "")
 
 
 def _row(label: str, runs: Sequence[Record], metrics: Sequence[Metric], seeds: set[int]) -> Row:
     done = [run for run in runs if run.status == "done"]
     words = ["unfinished" if run.status == "running" else run.status for run in runs if run.status != "done"]
     words += ["missing"] * (len(seeds) - len(runs))
-    values = {metric.name: _spread([metric.of(run) for run in done]) for metric in metrics}
-    return Row(label, values, len(done), Counter(words), competes=not any(run.is_joint for run in runs))
+    by_seed = {
+        metric.name: {run.seed: value for run in done if (value := metric.of(run)) is not None} for metric in metrics
+    }
+    values = {name: _spread(own, len(done)) for name, own in by_seed.items()}
+    return Row(label, values, len(done), Counter(words), not any(run.is_joint for run in runs), by_seed)
 
 
-def _spread(values: Sequence[float | None]) -> Spread | None:
+def _spread(by_seed: Mapping[int, float], runs: int) -> Spread | None:
     """None unless each run has a value: a mean over fewer seeds than the row counts would mislead."""
-    measured = [value for value in values if value is not None]
-    return Spread.of(measured) if measured and len(measured) == len(values) else None
+    return Spread.of(list(by_seed.values())) if by_seed and len(by_seed) == runs else None
 
 
 @dataclass(frozen=True)
@@ -173,6 +337,14 @@ class Gain:
     over: str
     metric: Metric
     paired: Paired
+    kind: str = ""
+    """``baseline`` or ``control`` if it is a gain over the reference of its records."""
+
+    def short(self) -> str:
+        """As ``+0.72 [+0.16, +1.28]``, with the 95 % interval if there is more than one seed."""
+        style = _FORMATS[self.metric.unit]
+        interval = self.paired.interval and ", ".join(style.number(bound, "+") for bound in self.paired.interval)
+        return style.number(self.paired.gain.mean, "+") + (f" [{interval}]" if interval else "")
 
     def text(self, interval: bool = True) -> str:
         """As ``gpm+became over gpm: +0.72 ± 0.45 points of ACC (95 % interval +0.16 to +1.28, p = 0.06, 5 seeds)``.
@@ -208,7 +380,7 @@ def gains(records: Iterable[Record], metric: str = "acc") -> list[Gain]:
             others = [(run, by_key.get(getattr(run.references, kind))) for run in runs]
             for over in dict.fromkeys(other.label for _, other in others if other):
                 pairs = [(run, other) for run, other in others if other and other.label == over]
-                if (label, over) not in found and (gain := _gain(label, over, pairs, metric)):
+                if (label, over) not in found and (gain := _gain(label, over, pairs, metric, kind)):
                     found[label, over] = gain
     return list(found.values())
 
@@ -227,14 +399,14 @@ def gains_over(records: Iterable[Record], label: str, metric: str = "acc") -> li
     ]
 
 
-def _gain(label: str, over: str, pairs: Iterable[tuple[Record, Record]], metric: str) -> Gain | None:
+def _gain(label: str, over: str, pairs: Iterable[tuple[Record, Record]], metric: str, kind: str = "") -> Gain | None:
     chosen = look_up("metric", metric, METRICS)
     values = [(chosen.of(our), chosen.of(their)) for our, their in pairs]
     measured = [(our, their) for our, their in values if our is not None and their is not None]
     if not measured:
         return None
     ours, theirs = zip(*measured, strict=True)
-    return Gain(label, over, chosen, paired(ours, theirs))
+    return Gain(label, over, chosen, paired(ours, theirs), kind)
 
 
 def text_gains(gains: Iterable[Gain], interval: bool = True) -> str:
@@ -311,3 +483,34 @@ def budget(spec: Mapping[str, Any]) -> str:
     if spec["max_epochs"] is not None:
         parts.append(f"at most {spec['max_epochs']} epoch{'s' if spec['max_epochs'] > 1 else ''} per stage")
     return ", ".join(parts)
+
+
+def longest_budget(records: Iterable[Record]) -> str:
+    """What ``budget`` says about runs with one budget; those whose recipe is short enough have no limit of epochs."""
+    return max((budget(record.spec) for record in records), key=len, default="")
+
+
+def comparisons(records: Iterable[Record]) -> list[list[Record]]:
+    """The records in groups that a table can compare: one benchmark and one budget each, in the order of the records.
+
+    Runs of joint training on fewer tasks than the others, which IM needs, are in no group.
+    """
+    groups: list[list[Record]] = []
+    for record in records:
+        for group in groups:
+            if all(record.spec[name] == group[0].spec[name] for name in SHARED) and all(
+                same_budget(record.spec, other.spec) for other in group
+            ):
+                group.append(record)
+                break
+        else:
+            groups.append([record])
+    longest = {record.benchmark: 0 for group in groups for record in group}
+    for group in groups:
+        if not all(record.is_joint for record in group):
+            longest[group[0].benchmark] = max(longest[group[0].benchmark], group[0].spec["n_tasks"])
+    return [
+        group
+        for group in groups
+        if not (all(record.is_joint for record in group) and group[0].spec["n_tasks"] < longest[group[0].benchmark])
+    ]

@@ -138,8 +138,9 @@ class Study(BaseModel):
         return list(by_key.values())
 
     def labels(self) -> list[str]:
-        """The methods as tables call them, in the order of the study."""
-        return list(dict.fromkeys(entry.method().shown for entry in self.methods))
+        """The methods as tables call them, in the order of the study; joint training last if IM needs it."""
+        shown = [entry.method().shown for entry in self.methods]
+        return list(dict.fromkeys([*shown, *(["joint"] if self.intransigence else [])]))
 
 
 def _pairs_first(methods: Sequence[Method]) -> list[Method]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from became_avalanche.layers.layer import Layer
+from became_avalanche.layers.layer import Layer, Lines
 
 _BLOCK = 256
 """Gram matrices of more rows than this are made of blocks, of which the upper half is copied from the lower one."""
@@ -47,7 +47,45 @@ class InputMatrix:
                 return
             self._lower, self._columns = columns.new_zeros(groups, d, d, dtype=torch.float64), None
         self._mirrored = d <= _BLOCK
-        _add_gram(self._lower, columns if self.single and d > _BLOCK else columns.double())
+        if d <= _BLOCK:
+            self._lower += columns.double() @ columns.double().mT
+            return
+        for lower, own in zip(self._lower, columns if self.single else columns.double(), strict=True):
+            _add_gram(lower, own)
+
+    def add_windows(self, lines: Lines) -> None:
+        """Append the columns of all windows of lines.
+
+        With ``X_l`` the values of line ``l``, the block of ``C`` for the lines ``k`` and ``k + s`` of a window is the
+        sum of ``X_l X_{l+s}ᵀ`` over ``l = k, ..., k + windows - 1``. From one ``k`` to the next that sum changes by its
+        first and its last term, so it takes about as many products as there are lines, not windows times lines.
+        """
+        values, size, windows = *lines, lines.windows
+        channels, others, _, n = values.shape
+        d = channels * size * others
+        if self._lower is None and windows * n < d:
+            columns = values.unfold(2, size, 1).permute(0, 4, 1, 2, 3)  # channels, lines of the window, others, ...
+            self.add(columns.reshape(1, d, windows * n))
+            return
+        if self._lower is None:
+            self.add(values.new_zeros(1, d, d))  # with as many columns as rows it is a Gram matrix
+        assert self._lower is not None
+        self.single &= values.dtype == torch.float32
+        x = (values if self.single and d > _BLOCK else values.double()).flatten(0, 1)
+        blocks = self._lower.view(channels, size, others, channels, size, others)
+
+        def products(line: int, shift: int, count: int = 1) -> Tensor:
+            return x[:, line : line + count].flatten(1) @ x[:, line + shift : line + shift + count].flatten(1).T
+
+        for shift in range(size):
+            total = products(0, shift, windows)
+            for k in range(size - shift):
+                if k > 0:
+                    total += products(k - 1 + windows, shift) - products(k - 1, shift)
+                block = total.view(channels, others, channels, others)
+                blocks[:, k, :, :, k + shift] += block
+                if shift > 0:
+                    blocks[:, k + shift, :, :, k] += block.permute(2, 3, 0, 1)
 
     @property
     def _gram(self) -> Tensor:
@@ -103,7 +141,8 @@ class InputMatrix:
         if large and basis.shape[-1] == 0:
             residual = self._lower  # the lower half is all that is read of it
         else:
-            gram = self._gram
+            gram = self._gram.float() if self.single and large else self._gram
+            basis = basis.to(gram)
             left = gram - basis @ (basis.mT @ gram)
             residual = left - (left @ basis) @ basis.mT
             residual = (residual + residual.mT) / 2
@@ -116,16 +155,28 @@ class InputMatrix:
         return self._columns
 
 
-def _add_gram(gram: Tensor, columns: Tensor) -> None:
-    """Add ``A Aᵀ`` to ``gram``; beyond the size of a block, only to its lower half."""
-    d = columns.shape[-2]
+def _add_gram(lower: Tensor, columns: Tensor) -> None:
+    """Add the lower half of ``A Aᵀ`` to that of ``lower``, by blocks; those on the diagonal are added whole."""
+    d = len(columns)
     if d <= _BLOCK:
-        gram += columns @ columns.mT
+        lower += columns @ columns.T
         return
-    top, bottom = columns[..., : d // 2, :], columns[..., d // 2 :, :]
-    _add_gram(gram[..., : d // 2, : d // 2], top)
-    gram[..., d // 2 :, : d // 2] += bottom @ top.mT
-    _add_gram(gram[..., d // 2 :, d // 2 :], bottom)
+    top, bottom = columns.tensor_split(2)
+    half = len(top)
+    _add_gram(lower[:half, :half], top)
+    lower[half:, :half] += bottom @ top.T
+    _add_gram(lower[half:, half:], bottom)
+
+
+def add_inputs(matrix: InputMatrix, layer: Layer, *args: Any, **kwargs: Any) -> None:
+    """Add the inputs of a call of ``layer`` to its matrix: overlapping patches by their lines, others as columns."""
+    lines = layer.lines(*args, **kwargs)
+    if lines is None:
+        for columns in layer.columns(*args, **kwargs):
+            matrix.add(columns)
+    else:
+        for chunk in lines:
+            matrix.add_windows(chunk)
 
 
 @contextmanager
@@ -146,11 +197,13 @@ def recorded_inputs(
 
     @torch.no_grad()
     def record(name: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        matrix = matrices.setdefault(name, InputMatrix(single=single))
+        if not batch_mean and name not in ones:
+            add_inputs(matrix, layer, *args, **kwargs)
+            return
         columns_of = layer.mean_columns if batch_mean else layer.columns
         for columns in columns_of(*args, **kwargs):
-            if name in ones:
-                columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
-            matrices.setdefault(name, InputMatrix(single=single)).add(columns)
+            matrix.add(F.pad(columns, (0, 0, 0, 1), value=1.0) if name in ones else columns)
 
     with ExitStack() as hooks:
         for name, users in layers.items():

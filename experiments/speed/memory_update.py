@@ -14,7 +14,7 @@ from became_avalanche import AlexNet, PreActResNet18
 from became_avalanche.layers.layer import Layer
 from became_avalanche.layers.model import map_layers
 from became_avalanche.subspace.basis import grow_basis
-from became_avalanche.subspace.inputs import InputMatrix
+from became_avalanche.subspace.inputs import InputMatrix, add_inputs
 
 
 def rows(quick: bool) -> list[Row]:
@@ -63,8 +63,7 @@ def inputs_of(model: torch.nn.Module, task: int, samples: int) -> dict[str, tupl
 
 def update(layer: Layer, x: Tensor, basis: Tensor | None, threshold: float) -> Tensor:
     matrix = InputMatrix(single=True)
-    for columns in layer.columns(x):
-        matrix.add(columns)
+    add_inputs(matrix, layer, x)
     return grow_basis(matrix.empty_basis() if basis is None else basis, matrix, threshold)
 
 
@@ -83,8 +82,7 @@ def nscl(dimension: int) -> Row:
     layers = inputs_of(PreActResNet18(), 0, 320 if dimension == 4608 else 40).values()
     layer, x = next((own, x) for own, x in layers if own.weight[0].numel() == dimension)
     matrix = InputMatrix()
-    for columns in layer.columns(x):
-        matrix.add(columns)
+    add_inputs(matrix, layer, x)
     covariance = matrix._gram[0].clone()
     work = {"ours": matrix.compressed, "oracle": lambda: torch.linalg.svd(covariance)}
     seconds = cpu_times(work, 1, warm_up=dimension < 4608)  # the large ones take a minute each

@@ -1,11 +1,13 @@
 import csv
 import io
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
 from became_avalanche.results.metrics import METRICS
-from became_avalanche.results.tables import budget, gains, gains_over, in_order, table, text_gains
+from became_avalanche.results.tables import budget, comparisons, gains, gains_over, in_order, table, text_gains
 from tests import oracles
 from tests.results.records import made_up, make_spec, matrix_of
 
@@ -49,26 +51,144 @@ def test_order(records):
     assert table(shuffled, order=METHODS) == table(records)
 
 
-def test_best_is_marked_and_joint_does_not_compete(records):
-    perfect = [[None] * 3, [None] * 3, [1.0] * 3]
-    for seed in range(3):
-        records = changed(records, f"joint.{seed}", accuracy={"test": perfect})
-    lines = table(records).text(bold=lambda cell: f"<{cell}>").splitlines()
-    rows = table(records).rows[:-1]
-    best_acc, best_bwt = (max(rows, key=lambda row: row.values[name].mean).label for name in ("acc", "bwt"))
-    for line in lines[1:]:
-        label, acc, bwt = line[: len("gpm+became")].strip(), *line.split("  ", 1)[1].split("±")[:2]
-        assert ("<" in acc) == (label == best_acc)
-        assert ("<" in bwt) == (label == best_bwt)
-    assert "".join(lines).count("<") == 2
-    assert len({len(line.replace("<", "").replace(">", "")) for line in lines}) == 1
+def steady(label, mean, seeds=3, **changes):
+    """Runs of one task that are apart by ``mean`` in every seed, so that paired differences have no spread."""
+    return runs_with(label, [mean + 0.01 * seed for seed in range(seeds)], **changes)
+
+
+def test_best_and_second_are_marked_and_joint_does_not_compete():
+    records = [*steady("a", 0.5), *steady("b", 0.7), *steady("c", 0.6), *steady("joint", 0.9)]
+    lines = table(records).text(bold="<{}>".format, underline="_{}_".format).splitlines()
+    assert [("<" in line, "_" in line) for line in lines[1:]] == [
+        (False, False),
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert len({len(line.translate({ord(sign): None for sign in "<>_"})) for line in lines}) == 1
+
+
+def test_what_the_interval_cannot_tell_apart_ties():
+    noisy = runs_with("noisy", [0.4, 0.6, 1.0])  # mean 0.67, and 0.09 ± 0.3 from a: no difference can be told
+    records = [*steady("a", 0.7), *noisy, *steady("b", 0.65), *steady("c", 0.6), *steady("d", 0.60000001)]
+    ranks = dict(zip("anbcd", table(records).ranks(METRICS["acc"]), strict=True))
+    assert ranks == {"a": 1, "n": 1, "b": 2, "c": None, "d": None}
+    records = [*steady("c", 0.6), *runs_with("close", [0.6, 0.62, 0.615]), *steady("a", 0.7)]
+    assert table(records).ranks(METRICS["acc"]) == [2, 2, 1]
+
+
+def test_a_single_seed_ties_only_if_equal():
+    records = [*runs_with("a", [0.5]), *runs_with("b", [0.5]), *runs_with("c", [0.4999]), *runs_with("d", [0.1])]
+    assert table(records).ranks(METRICS["acc"]) == [1, 1, 2, None]
+    assert table(records).ranks(METRICS["epochs"]) == [None] * 4
 
 
 def test_a_metric_for_which_lower_is_better(records):
-    result = table(records, metrics=["std"])
+    result = table([record for record in records if record.seed == 0], metrics=["std"])
     best = min(result.rows[:-1], key=lambda row: row.values["std"].mean)
     (line,) = [line for line in result.text(bold=lambda cell: f"<{cell}>").splitlines() if "<" in line]
     assert line.startswith(best.label + " ")
+
+
+def test_markdown_has_gains_marks_and_notes(records):
+    result = table(changed(records, "gpm.1", status="failed"), metrics=["acc", "bwt"])
+    lines = result.markdown().splitlines()
+    assert lines[0] == "| method | ACC % | BWT % | ACC over baseline | ACC over 2x |"
+    assert lines[1].count("---:") == 4
+    assert {line.count("|") for line in lines[:7]} == {6}
+    over, control = gains(changed(records, "gpm.1", status="failed"))
+    became = next(line for line in lines if line.startswith("| gpm+became"))
+    assert became.endswith(f"| {over.short()} | {control.short()} |")
+    assert "gpm: 1 of 3 runs failed" in lines
+    assert "**" in result.markdown()
+
+
+def test_gain_in_a_cell():
+    (gain,) = gains_over([*steady("a", 0.5), *runs_with("b", [0.51, 0.53, 0.54])], "a")
+    assert gain.short() == "+1.67 [+0.23, +3.10]"
+    (gain,) = gains_over([*runs_with("a", [0.5]), *runs_with("b", [0.49])], "a")
+    assert gain.short() == "-1.00"
+
+
+def test_latex_escapes_and_marks():
+    records = [*steady("a_b & 50 %", 0.5), *steady("b", 0.7), *steady("c", 0.6)]
+    text = table(records, metrics=["acc", "coefficient"]).latex("10 % of $")
+    assert r"a\_b \& 50 \% & 51.00 $\pm$ 1.00 & -- \\" in text
+    assert r"b & \textbf{71.00 $\pm$ 1.00}" in text
+    assert r"c & \underline{61.00 $\pm$ 1.00}" in text
+    assert r"method & ACC \% & $\lambda$ \\" in text
+    assert r"\caption{10 \% of \$}" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_published_figures_stand_beside_ours_with_the_difference():
+    def runs(seeds, label="gpm", benchmark="10-split-cifar100", tasks=3, **changes):
+        return [
+            made_up("gpm", seed, label=label, spec={**make_spec("gpm", seed, tasks), "benchmark": benchmark, **changes})
+            for seed in range(seeds)
+        ]
+
+    def shown(records):
+        return table(records, metrics=["acc", "aaa", "std"], with_published=True)
+
+    lines = shown(runs(5)).text().splitlines()
+    assert lines[0].split("  ")[-1].strip() == "STD %"
+    assert "paper ACC %" in lines[0]
+    assert "71.81 ± 0.10 " in lines[1]
+    assert " 72.08 " in lines[1]
+    assert len(lines) == 2
+    short = shown(runs(1, benchmark="10-split-cifar100-cpu", n_tasks=2, max_epochs=5))
+    assert "71.81 ± 0.10* " in short.text()
+    assert short.notes() == [
+        "* The paper's figures have another budget. Ours: 2 of 3 tasks, at most 5 epochs per stage, a shorter recipe, "
+        "1 seed instead of 5."
+    ]
+    (row,) = csv.DictReader(io.StringIO(short.csv()))
+    assert row["published_acc_mean"] == "0.7181"
+    for other in (runs(5, label="mine"), runs(5, benchmark="made-up")):
+        assert "paper" not in shown(other).text()
+
+
+def test_records_are_compared_in_groups_of_one_budget():
+    def joint(n):
+        return made_up("joint", 0, n, key=f"joint.{n}", spec={**make_spec("joint", 0, 3), "n_tasks": n})
+
+    short = made_up("sgp", 0, spec=make_spec("sgp", 0, max_epochs=5))
+    brief = made_up("trgp", 0, spec=make_spec("trgp", 0, recipe={"epochs": 4}))
+    other = made_up("gpm", 0, key="other", spec=make_spec("gpm", 0, benchmark="other"))
+    gpm = made_up("gpm", 0)
+    groups = comparisons([joint(1), gpm, short, joint(2), other, joint(3)])
+    assert [[record.key for record in group] for group in groups] == [["gpm.0", "joint.3"], ["sgp.0"], ["other"]]
+    assert comparisons([joint(1)]) == [[joint(1)]]
+    assert comparisons([short, brief]) == [[short, brief]]
+    for group in groups:
+        table(group)
+
+
+@pytest.mark.long
+def test_latex_compiles(tmp_path, records):
+    if (
+        shutil.which("pdflatex") is None
+        or not subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True).stdout
+    ):
+        pytest.skip("pdflatex or booktabs is not there: apt-get install texlive-latex-base texlive-latex-recommended")
+    records = [
+        record.model_copy(update={"label": record.label.replace("finetune", "fine_tune & 100 %")}) for record in records
+    ]
+    body = table(records, metrics=["acc", "bwt", "forgetting", "coefficient", "epochs"]).latex(
+        "Made-up runs, 100 % random"
+    )
+    page = tmp_path / "page.tex"
+    page.write_text("\\documentclass{article}\\usepackage{booktabs}\\begin{document}\n" + body + "\n\\end{document}\n")
+    run = subprocess.run(
+        ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", page.name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-2000:]
+    assert (tmp_path / "page.pdf").stat().st_size > 10_000
+    assert "Missing character" not in run.stdout
 
 
 def test_every_metric_fits_in_a_table(records):

@@ -75,6 +75,7 @@ def test_a_study_asks_for_joint_training_on_each_prefix_once():
     assert [spec.method.shown for spec in joint[:2]] == ["joint", "joint on 1 of 2 tasks"]
     assert {spec.key() for spec in study("joint", n_tasks=1).specs()} < {spec.key() for spec in joint}
     assert made.labels() == ["gpm", "joint", "gpm+became"]
+    assert study("gpm", intransigence=True).labels() == ["gpm", "joint"]
     assert [spec.n_tasks for spec in study("gpm", intransigence=True).specs() if spec.method.joint] == [1, 2, 3]
 
 

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from became_avalanche.layers.convolution import ConvolutionLayer
 from became_avalanche.layers.linear import LinearLayer
 from became_avalanche.layers.model import map_layers
-from became_avalanche.subspace.inputs import InputMatrix, recorded_inputs
+from became_avalanche.subspace.inputs import InputMatrix, add_inputs, recorded_inputs
 from tests import oracles
 
 
@@ -182,3 +183,73 @@ def test_recorded_inputs_are_those_before_other_hooks_change_them():
     with recorded_inputs({"weight": [LinearLayer(layer)]}) as matrices:
         layer(torch.ones(1, 3))
     assert float(matrices["weight"].energy()) == 3
+
+
+@given(
+    axes=st.integers(1, 3),
+    kernel=st.integers(1, 4),
+    channels=st.integers(1, 3),
+    size=st.integers(4, 7),
+    padding=st.integers(0, 2),
+    mode=st.sampled_from(["zeros", "circular", "reflect"]),
+    stride=st.integers(1, 2),
+    before=st.booleans(),
+    single=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_sums_over_lines_are_sums_over_patches(
+    axes, kernel, channels, size, padding, mode, stride, before, single, seed
+):
+    torch.manual_seed(seed)
+    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    strides = (1, *[stride] * (axes - 1))  # only lines that are one apart are shared
+    layer = ConvolutionLayer(convolution(channels, 1, kernel, strides, padding, padding_mode=mode))
+    x = torch.randn(3, channels, *[size] * axes)
+    if axes == 2:
+        x = x.to(memory_format=torch.channels_last)
+    patches = torch.cat(list(layer.columns(x)), dim=-1).double()
+    matrix, d = InputMatrix(single=single), patches.shape[1]
+    if before:
+        matrix.add(patches[..., :1])
+        patches = torch.cat([patches[..., :1], patches], dim=-1)
+    add_inputs(matrix, layer, x)
+    expected = (patches @ patches.mT)[0].numpy()
+    np.testing.assert_allclose(gram(matrix, d), expected, atol=1e-12 * np.trace(expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({}, True),
+        ({"padding": 1}, True),
+        ({"stride": (1, 2)}, True),
+        ({"stride": 2}, False),
+        ({"dilation": 2}, False),
+        ({"groups": 2}, False),
+    ],
+)
+def test_lines_are_shared_where_patches_overlap(monkeypatch, options, shared):
+    calls, original = [], InputMatrix.add_windows
+    monkeypatch.setattr(InputMatrix, "add_windows", lambda *args: (calls.append(args), original(*args)))
+    model, x = nn.Sequential(nn.Conv2d(2, 2, 3, **options)), torch.randn(9, 2, 8, 8)
+    recorded(model, x)
+    assert len(calls) == shared
+    recorded(model, x, ones=["0.weight"])  # a constant has no lines
+    recorded(model, x, batch_mean=True)
+    assert len(calls) == shared
+
+
+def test_few_windows_are_kept_as_columns():
+    layer, x, matrix = ConvolutionLayer(nn.Conv2d(64, 2, 3)), torch.randn(1, 64, 8, 8), InputMatrix()
+    add_inputs(matrix, layer, x)
+    assert torch.equal(matrix._columns, next(layer.columns(x)).double())
+
+
+def test_sums_over_lines_in_single_precision():
+    layer, x = ConvolutionLayer(nn.Conv2d(32, 2, 3, padding=1)), torch.randn(20, 32, 12, 12).relu()
+    matrices = [InputMatrix(single=single) for single in (False, True)]
+    for matrix in matrices:
+        add_inputs(matrix, layer, x)
+    exact, single = (matrix.residual_spectrum(matrix.empty_basis())[0] for matrix in matrices)
+    assert (single - exact).abs().max() < 1e-5 * exact.sum()
+    assert not torch.equal(single, exact)
