@@ -15,7 +15,7 @@ from became_avalanche.plugins.merge import BecameMergePlugin
 from became_avalanche.strategy.heads import growing_heads
 from became_avalanche.strategy.protocols import StageAware
 from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended
-from became_avalanche.strategy.weights import interpolate, restore, snapshot
+from became_avalanche.strategy.weights import back_to, interpolate, restore, snapshot
 
 
 class ConnectorPlugin(StagedPlugin, StageAware):
@@ -56,7 +56,7 @@ class ConnectorPlugin(StagedPlugin, StageAware):
         run(1)
         if self.t > 0:
             theta_p = snapshot(strategy)
-            with projections_suspended(strategy):
+            with back_to(strategy, theta_p), projections_suspended(strategy):
                 run(2)
             with self.timed("merge"):
                 share = 1 / (self.t + 1)

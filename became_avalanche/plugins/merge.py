@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 from time import perf_counter
@@ -28,7 +28,7 @@ from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.protocols import Suspendable
 from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended, publish
-from became_avalanche.strategy.weights import interpolate, restore, snapshot, trainable
+from became_avalanche.strategy.weights import back_to, interpolate, restore, snapshot, trainable
 
 
 class BecameMergePlugin(StagedPlugin):
@@ -93,6 +93,7 @@ class BecameMergePlugin(StagedPlugin):
         """Diagonal of F_t(θ̂_t), by parameter name, if the rule is a ``PreviousFisherRule``."""
         self.merges: list[MergeRecord] = []
         """One record per merge, so none for the first experience."""
+        self._theta_previous: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later merges depend on, and the records of the earlier ones."""
@@ -102,6 +103,15 @@ class BecameMergePlugin(StagedPlugin):
         """Continue from a state that ``state_dict`` returned."""
         super().load_state_dict(state)
         self.merges = [MergeRecord(**record) for record in state["merges"]]
+
+    def reset(self) -> None:
+        """Forget everything, as if newly made: for a run with another model."""
+        super().reset()
+        self.last_merge, self._theta_previous = None, {}
+
+    def remembered(self) -> Collection[str]:
+        """The parameters that have a precision."""
+        return self.precision
 
     # -------------------------------------------------------------------------------------------------- for variants
 
@@ -157,9 +167,12 @@ class BecameMergePlugin(StagedPlugin):
 
     # ------------------------------------------------------------------------------------------------------- details
 
+    def on_task_start(self, strategy: SupervisedTemplate) -> None:
+        self._theta_previous = snapshot(strategy)
+
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
         num_workers = kwargs.get("num_workers", 0)
-        theta_previous = snapshot(strategy)
+        theta_previous, self._theta_previous = self._theta_previous, {}
         run(1)
         if self.t == 0:
             self.precision = self._fisher(strategy, theta_previous, num_workers)
@@ -168,7 +181,7 @@ class BecameMergePlugin(StagedPlugin):
         theta_gp = None
         if any(isinstance(plugin, Suspendable) for plugin in strategy.plugins):
             theta_gp = snapshot(strategy)
-            with self.free_training(strategy):
+            with back_to(strategy, theta_gp), self.free_training(strategy):
                 run(2)
         inputs = self._merge(strategy, theta_previous, theta_gp, num_workers)
         self.on_merged(strategy, inputs, run)
@@ -182,7 +195,7 @@ class BecameMergePlugin(StagedPlugin):
     ) -> MergeInputs:
         start, fisher_before = perf_counter(), self.seconds["fisher"]
         sound = theta_gp or theta_previous
-        try:
+        with back_to(strategy, sound):
             theta_hat = self.choose_candidate(strategy, sound)
             restore(strategy, theta_hat)
             if theta_gp is None:
@@ -200,9 +213,6 @@ class BecameMergePlugin(StagedPlugin):
             # what a plugin trains for this task alone needs no precision: no later task moves it
             shared = {name for name, _ in strategy.model.named_parameters()} & theta_previous.keys()
             self.precision = accumulate(self.precision, self._fisher(strategy, shared, num_workers))  # at θ*
-        except Exception:
-            restore(strategy, sound)
-            raise
         self._remember(fisher)
         self.last_merge = inputs if self.keep_last_merge else None
         finish_merge(strategy)

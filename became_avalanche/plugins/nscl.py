@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from became_avalanche.plugins.covariance import CovariancePlugin
 from became_avalanche.plugins.projection import ProjectionOptions, refuse_divergence, stored_like
 from became_avalanche.strategy.heads import growing_heads
 from became_avalanche.strategy.passes import data_pass
-from became_avalanche.strategy.state import StatefulPlugin
+from became_avalanche.strategy.tasks import TaskPlugin, continues
 from became_avalanche.subspace.basis import compact
 from became_avalanche.subspace.inputs import InputMatrix
 
@@ -73,6 +73,10 @@ class NSCLPlugin(CovariancePlugin):
         """Importance and anchor of each parameter of a normalisation layer, by its name."""
         self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
+    def remembered(self) -> Collection[str]:
+        """Protected weights, and the parameters of normalisation layers that have an importance."""
+        return [*super().remembered(), *self.normalisation]
+
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
         """The inputs of each layer, or their means over batches."""
         if self.reference:
@@ -121,6 +125,8 @@ class NSCLPlugin(CovariancePlugin):
         return ((name, parameters[name]) for name in self.layers.normalisation if parameters[name].requires_grad)
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if continues(kwargs):
+            return
         parameters = dict(self._normalisation(strategy))
         with self.timed("memory"):
             importances = self._importances(strategy, parameters, kwargs.get("num_workers", 0))
@@ -137,7 +143,7 @@ class NSCLPlugin(CovariancePlugin):
         with data_pass(strategy, dataset, strategy.train_mb_size, None, num_workers) as batches:
             importances = batched_fisher(((_loss_of_predictions(strategy), size) for size in batches), parameters)
         for name, importance in importances.items():
-            refuse_divergence(name, importance)
+            refuse_divergence(f"what was observed of {name}", importance)
         return importances
 
     def _hold(self, name: str, importance: Tensor, anchor: Tensor) -> None:
@@ -187,7 +193,7 @@ def nscl_groups(
     return [group for group in groups if group["params"]]
 
 
-class LaterTaskLR(StatefulPlugin):
+class LaterTaskLR(TaskPlugin):
     """Sets the learning rate of one parameter group from the second experience on."""
 
     STATE = ("experiences",)
@@ -210,4 +216,4 @@ class LaterTaskLR(StatefulPlugin):
             strategy.optimizer.param_groups[self.group]["lr"] = self.rate
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self.experiences += 1
+        self.experiences += not continues(kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -17,9 +17,10 @@ from became_avalanche.layers.model import LayerMap, map_layers
 from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.heads import growing_heads
-from became_avalanche.strategy.passes import data_pass, mean_gradients, refuse_online
+from became_avalanche.strategy.passes import data_pass, mean_gradients
 from became_avalanche.strategy.protocols import Suspendable
-from became_avalanche.strategy.state import StatefulPlugin
+from became_avalanche.strategy.tasks import TaskPlugin, continues
+from became_avalanche.strategy.weights import trainable
 from became_avalanche.subspace.basis import Projector
 from became_avalanche.subspace.inputs import InputMatrix, recorded_inputs
 
@@ -32,7 +33,7 @@ class ProjectionOptions(TypedDict, total=False):
     strict: bool
 
 
-class GradientProjectionPlugin(StatefulPlugin, Suspendable):
+class GradientProjectionPlugin(TaskPlugin, Suspendable):
     """Keeps the outputs of a model's layers on the inputs of earlier experiences where they are.
 
     After each experience the method stores, per layer, which input directions matter (``update_memory``). In later
@@ -174,6 +175,16 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
 
     # ------------------------------------------------------------------------------------------------ public state
 
+    def remembered(self) -> Collection[str]:
+        """The weights that the memory protects."""
+        return self.memory
+
+    def reset(self) -> None:
+        """Forget everything, as if newly made: for a run with another model."""
+        super().reset()
+        self._warned.clear()
+        self._forget_experience()
+
     def ranks(self) -> dict[str, int]:
         """The number of input directions in which updates of each layer are reduced, fully or in part.
 
@@ -204,7 +215,7 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
     # --------------------------------------------------------------------------------------------------- callbacks
 
     def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        refuse_online(strategy, self)
+        super().before_train_dataset_adaptation(strategy, **kwargs)
         _refuse_heads_without_a_group(strategy)
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
@@ -259,10 +270,16 @@ class GradientProjectionPlugin(StatefulPlugin, Suspendable):
 
     @torch.no_grad()
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if continues(kwargs):
+            self._forget_experience()
+            return
+        refuse_divergence("the loss of the last batch", torch.as_tensor(strategy.loss))
+        for name, parameter in trainable(strategy).items():
+            refuse_divergence(name, parameter)
         with self.timed("memory"):
             observations = self.observe(strategy, kwargs.get("num_workers", 0))
             for name, observed in observations.items():
-                refuse_divergence(name, observed.energy())
+                refuse_divergence(f"what was observed of {name}", observed.energy())
             for name, observed in observations.items():
                 self.update_memory(name, observed)
                 self.memory[name] = stored_like(self.memory[name], self.layers.protected[name][0].weight)
@@ -313,10 +330,10 @@ def stored_like(memory: dict[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def refuse_divergence(name: str, observed: Tensor) -> None:
-    """Raise a DivergenceError if what would enter the memory of ``name`` is not finite."""
-    if not observed.isfinite().all():
-        raise DivergenceError(f"what was observed of {name} is not finite")
+def refuse_divergence(name: str, values: Tensor) -> None:
+    """Raise a DivergenceError if not all ``values`` are finite."""
+    if not values.isfinite().all():
+        raise DivergenceError(f"{name} is not finite")
 
 
 def _trainable_together(model: nn.Module, biases: dict[str, list[str]]) -> set[str]:

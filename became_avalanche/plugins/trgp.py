@@ -18,6 +18,7 @@ from became_avalanche.layers.layer import Layer
 from became_avalanche.layers.model import map_layers
 from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdOptions
 from became_avalanche.strategy.protocols import OwnsParameters
+from became_avalanche.strategy.tasks import continues
 from became_avalanche.subspace import backward
 from became_avalanche.subspace.basis import compact, orthonormal, reach
 from became_avalanche.subspace.inputs import InputMatrix
@@ -120,7 +121,16 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
             for task, scale in scales.items()
         }
 
+    def reset(self) -> None:
+        """Forget everything, as if newly made: for a run with another model."""
+        super().reset()
+        if self._model is not None:
+            self._serve(self._model, None)
+        self._label, self._training, self._model, self._served = None, {}, None, None
+
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        if continues(kwargs):
+            raise ValueError("TRGPPlugin cannot train a task in several calls: leave out task_continues=True")
         self._leave_optimizer(strategy)  # left over if an experience was broken off
         label = self._label_of(strategy.experience)
         if label in self.scales:
@@ -150,6 +160,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
         self._serve(strategy.model, label)  # other plugins may look at the task at the end of its experience
 
     def after_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().after_training(strategy, **kwargs)
         self._label = None
         self._serve(strategy.model, None)
 

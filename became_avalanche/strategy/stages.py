@@ -13,12 +13,11 @@ from avalanche.training.plugins import EarlyStoppingPlugin, LRSchedulerPlugin
 from avalanche.training.templates import SupervisedTemplate
 from avalanche.training.templates.base_sgd import PeriodicEval
 
-from became_avalanche.strategy.passes import refuse_online
 from became_avalanche.strategy.protocols import StageAware, Suspendable
-from became_avalanche.strategy.state import StatefulPlugin
+from became_avalanche.strategy.tasks import TaskPlugin, continues
 
 
-class StagedPlugin(StatefulPlugin, ABC):
+class StagedPlugin(TaskPlugin, ABC):
     """Trains each experience in stages: it replaces the strategy's ``_train_exp`` for one call.
 
     All other plugins see one experience. Their ``after_training_exp`` runs once, after the last stage, whatever the
@@ -32,16 +31,25 @@ class StagedPlugin(StatefulPlugin, ABC):
         super().__init__()
         self.t = 0
         """Tasks learned."""
+        self._task_is_open = False
+
+    def reset(self) -> None:
+        super().reset()
+        self._task_is_open = False
 
     def stages(self, strategy: SupervisedTemplate) -> bool:
         """Whether this plugin stages the training, or leaves it to another one in the list."""
         return True
+
+    def on_task_start(self, strategy: SupervisedTemplate) -> None:
+        """Called when the training of a task begins, before its first stage; by default nothing happens."""
 
     @abstractmethod
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
         """Train the experience: ``run(1)``, ``run(2)``, ... train it once each, from the weights as they are."""
 
     def before_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().before_training(strategy, **kwargs)
         staged = [p for p in strategy.plugins if isinstance(p, StagedPlugin) and p.stages(strategy)]
         if len(staged) > 1:
             names = " and ".join(type(plugin).__name__ for plugin in staged)
@@ -51,9 +59,6 @@ class StagedPlugin(StatefulPlugin, ABC):
                 f"{type(self).__name__} cannot train {type(strategy).__name__} in stages: it has no _train_exp as the "
                 "strategies of avalanche-lib 0.6 have"
             )
-
-    def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        refuse_online(strategy, self)
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if not self.stages(strategy):
@@ -77,8 +82,14 @@ class StagedPlugin(StatefulPlugin, ABC):
                 train_exp(experience, [], **kwargs)
                 strategy._stop_training = False  # a stop in the last epoch would skip whatever comes next
 
-            self.run_stages(strategy, run, **kwargs)
-            self.t += 1
+            if not self._task_is_open:
+                self.on_task_start(strategy)
+            self._task_is_open = continues(kwargs)
+            if self._task_is_open:
+                run(1)
+            else:
+                self.run_stages(strategy, run, **kwargs)
+                self.t += 1
 
         strategy._train_exp = train_in_stages
 

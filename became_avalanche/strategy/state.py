@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from avalanche.training.plugins import SupervisedPlugin
-from torch import Tensor
+from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor, nn
+
+from became_avalanche.strategy.owner import fingerprint, has_weights, renamed, unwrapped, with_names
 
 
 def _let_dill_find_optimizers() -> None:
@@ -28,11 +33,19 @@ def _let_dill_find_optimizers() -> None:
 _let_dill_find_optimizers()
 
 
+VERSION = 1
+"""Version of the state of plugins. Raise it with every change that an older version of the package would misread."""
+
+
 class StatefulPlugin(SupervisedPlugin):
     """A plugin whose state can be saved and loaded between experiences, by ``save_strategy`` and ``load_strategy``.
 
     A subclass names its attributes that later experiences depend on in ``STATE``. Their values are tensors, plain
     values, and dictionaries, lists and tuples of these.
+
+    The state belongs to one model. A plugin with a state refuses to go on with another model; ``reset`` makes it forget
+    the first one. A model is the same if it is the same object, if it is a wrapper of it (``DataParallel``,
+    ``torch.compile``), or if it has the same weights, as a copied or a reloaded one.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
@@ -45,6 +58,9 @@ class StatefulPlugin(SupervisedPlugin):
 
         They are not part of the state.
         """
+        self._initial: dict[str, Any] | None = None
+        self._owner: ref[nn.Module] | None = None
+        self._weights: dict[str, list[float]] = {}
 
     @contextmanager
     def timed(self, task: str) -> Iterator[None]:
@@ -57,21 +73,111 @@ class StatefulPlugin(SupervisedPlugin):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later experiences depend on, as tensors and plain values."""
-        return {key: _copied(getattr(self, key)) for key in self.STATE}
+        about = {"kind": type(self).__name__, "version": VERSION, "weights": dict(self._weights)}
+        return {**about, **{key: _copied(getattr(self, key)) for key in self.STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that ``state_dict`` returned."""
-        if set(state) != set(self.STATE):
+        """Continue from a state that ``state_dict`` returned.
+
+        A state that was written before states had a kind is accepted if it has the right keys.
+        """
+        kind, version = state.get("kind", type(self).__name__), state.get("version", 0)
+        if kind != type(self).__name__:
+            raise ValueError(f"this is the state of a {kind}, not of a {type(self).__name__}")
+        if version > VERSION:
             raise ValueError(
-                f"this is not the state of a {type(self).__name__}: it has the keys {sorted(state)} instead of "
+                f"this state of a {kind} has version {version}, and this version of became-avalanche reads up to "
+                f"{VERSION}: upgrade the package"
+            )
+        keys = set(state) - {"kind", "version", "weights"}
+        if keys != set(self.STATE):
+            raise ValueError(
+                f"this is not the state of a {type(self).__name__}: it has the keys {sorted(keys)} instead of "
                 f"{sorted(self.STATE)}"
             )
+        self._note_initial_state()
         for key in self.STATE:
             setattr(self, key, _copied(state[key]))
+        self._owner, self._weights = None, dict(state.get("weights", {}))
+
+    def reset(self) -> None:
+        """Forget everything, as if newly made: for a run with another model."""
+        for key, value in (self._initial or {}).items():
+            setattr(self, key, _copied(value))
+        self._owner, self._weights = None, {}
 
     def memory_bytes(self) -> int:
         """Bytes of all tensors that the method holds between experiences."""
         return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.state_dict()))
+
+    def remembered(self) -> Collection[str]:
+        """The names of the parameters that the state says something about; a model that lacks one is refused."""
+        return ()
+
+    def is_new(self) -> bool:
+        """Whether the state is that of a newly made plugin."""
+        self._note_initial_state()
+        return _equal({key: getattr(self, key) for key in self.STATE if hasattr(self, key)}, self._initial)
+
+    # --------------------------------------------------------------------------------------------------- callbacks
+
+    def before_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        known = self._owner is not None and self._owner() is unwrapped(strategy.model)
+        self._recognise(strategy.model)
+        if known and self._weights and not has_weights(strategy.model, self._weights):
+            warnings.warn(
+                f"the weights of the model are not those that {type(self).__name__} left at the end of the last "
+                "training: what it remembers belongs to other weights",
+                stacklevel=2,
+            )
+
+    def after_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._weights = fingerprint(strategy.model) if self.STATE else {}
+
+    def before_eval(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._recognise(strategy.model)
+
+    # ----------------------------------------------------------------------------------------------------- details
+
+    def _recognise(self, model: nn.Module) -> None:
+        """Raise a ValueError if the state belongs to another model. Follow parameters that a wrapper has renamed."""
+        plain = unwrapped(model)
+        same = self._owner is not None and self._owner() is plain
+        if not self.is_new():
+            stored = self.remembered()
+            found, missing = renamed([*stored, *self._weights], [name for name, _ in model.named_parameters()])
+            weights = with_names(self._weights, found)
+            alike = same or has_weights(model, weights)
+            if not alike and self._owner is not None:
+                raise ValueError(
+                    f"the memory of this {type(self).__name__} belongs to another model: make a new plugin for each "
+                    "model, or call its reset() first"
+                )
+            if lacking := [name for name in stored if name in missing]:
+                raise ValueError(
+                    f"{type(self).__name__} remembers {', '.join(lacking)}, which the model lacks: its parameters have "
+                    "other names, or it is another model; call reset() to start anew"
+                )
+            if not alike:
+                warnings.warn(
+                    f"the weights of the model are not those that the state of {type(self).__name__} was saved with: "
+                    "load the state of the model, too",
+                    stacklevel=3,
+                )
+            if found:
+                self._weights = weights
+                for key in self.STATE:
+                    setattr(self, key, with_names(getattr(self, key), found))
+        if not same:
+            self._owner = ref(plain)
+
+    def _note_initial_state(self) -> None:
+        if self._initial is None:
+            self._initial = {key: _copied(getattr(self, key)) for key in self.STATE if hasattr(self, key)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles find their model by its weights."""
+        return {**vars(self), "_owner": None}
 
 
 def _copied(state: Any) -> Any:
@@ -88,3 +194,14 @@ def _tensors(state: Any) -> Iterator[Tensor]:
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors(value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether nested containers have the same values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -26,6 +27,16 @@ def restore(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> None
     for name, tensor in _live(strategy).items():
         if name in weights:
             tensor.copy_(weights[name])
+
+
+@contextmanager
+def back_to(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context that ends with these weights if it fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        restore(strategy, weights)
+        raise
 
 
 def interpolate(

@@ -1,0 +1,69 @@
+"""Which model a memory belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import isclose
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+_WRAPPERS = ("module", "_orig_mod")
+"""Where ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile`` keep the model that they wrap."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return unwrapped(model.module)
+    inside = getattr(model, "_orig_mod", None)
+    return unwrapped(inside) if isinstance(inside, nn.Module) else model
+
+
+def renamed(stored: Iterable[str], names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """What has become of the stored names that are not among ``names``.
+
+    :return: the present names of those that differ in the prefixes of wrappers only, and the names that are lacking.
+    """
+    names = set(names)
+    by_plain_name = {_plain(name): name for name in names}
+    missing = {name: by_plain_name.get(_plain(name)) for name in stored if name not in names}
+    found = {name: present for name, present in missing.items() if present is not None}
+    return found, [name for name in missing if name not in found]
+
+
+def with_names(state: Any, names: Mapping[str, str]) -> Any:
+    """Nested containers with other keys in their dictionaries."""
+    if isinstance(state, dict):
+        return {names.get(key, key): with_names(value, names) for key, value in state.items()}
+    return type(state)(with_names(value, names) for value in state) if isinstance(state, list | tuple) else state
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> dict[str, list[float]]:
+    """Length and norm of each parameter, by name."""
+    return {
+        name: [len(parameter) if parameter.dim() else 0, float(parameter.double().norm())]
+        for name, parameter in model.named_parameters()
+        if not is_lazy(parameter)
+    }
+
+
+@torch.no_grad()
+def has_weights(model: nn.Module, fingerprints: Mapping[str, list[float]]) -> bool:
+    """Whether the model has these parameters with these norms; it may have more of them, and heads may have grown."""
+    parameters = dict(model.named_parameters())
+    for name, (length, norm) in fingerprints.items():
+        if name not in parameters:
+            return False
+        parameter = parameters[name]
+        part = parameter[: int(length)] if parameter.dim() else parameter
+        if not isclose(float(part.double().norm()), norm, rel_tol=1e-3, abs_tol=1e-12):
+            return False
+    return True
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

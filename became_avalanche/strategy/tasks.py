@@ -1,0 +1,112 @@
+"""Plugins that count each experience as a new task."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from weakref import ref
+
+from avalanche.training.plugins import FromScratchTrainingPlugin, GDumbPlugin
+from avalanche.training.templates import SupervisedTemplate
+
+from became_avalanche.strategy.passes import experiences_in_training, refuse_online
+from became_avalanche.strategy.state import StatefulPlugin
+
+
+class TaskPlugin(StatefulPlugin):
+    """A plugin for which each experience is a new task.
+
+    To train one task in several calls, pass ``task_continues=True`` to all of them but the last:
+
+        strategy.train(experience, task_continues=True)
+        strategy.train(experience)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trained: list[tuple[Any, str, int]] = []
+        self._in_training: list[tuple[Any, str, int]] = []
+        self._broken_off: list[tuple[Any, str, int]] = []
+        self._continues = self._began = False
+
+    def reset(self) -> None:
+        """Forget everything, as if newly made: for a run with another model."""
+        super().reset()
+        self._trained, self._in_training, self._broken_off = [], [], []
+        self._continues = self._began = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that ``state_dict`` returned."""
+        super().load_state_dict(state)
+        self._began = True
+
+    def before_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().before_training(strategy, **kwargs)
+        self._broken_off += self._in_training
+        self._in_training = []
+
+    def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        refuse_online(strategy, self)
+        self._refuse_fresh_starts(strategy)
+        self._trained += self._in_training
+        self._in_training = [_identity(experience) for experience in experiences_in_training(strategy)]
+        earlier = strategy.clock.train_exp_counter
+        if earlier > 0 and not self._began and self.is_new():
+            warnings.warn(
+                f"{type(self).__name__} joins after {earlier} experiences: what the model has learned so far is not "
+                "protected",
+                stacklevel=2,
+            )
+        if self is next(plugin for plugin in strategy.plugins if isinstance(plugin, TaskPlugin)):
+            self._warn_of_unusual_orders()
+        self._broken_off = []
+        self._began, self._continues = True, continues(kwargs)
+
+    def after_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().after_training(strategy, **kwargs)
+        self._trained += self._in_training
+        self._in_training = []
+
+    def _warn_of_unusual_orders(self) -> None:
+        for identity in self._in_training:
+            if identity in self._trained and not self._continues:
+                warnings.warn(
+                    f"{_name(identity)} is trained again and counts as a new task; to train one task in several calls, "
+                    "pass task_continues=True to all calls of train() but the last",
+                    stacklevel=3,
+                )
+        for identity in self._broken_off:
+            if identity not in self._in_training:
+                warnings.warn(
+                    f"the training of {_name(identity)} was broken off: that task is not in the memory, and is not "
+                    "protected",
+                    stacklevel=3,
+                )
+
+    def _refuse_fresh_starts(self, strategy: SupervisedTemplate) -> None:
+        for plugin in strategy.plugins:
+            if isinstance(plugin, GDumbPlugin | FromScratchTrainingPlugin):
+                raise ValueError(
+                    f"{type(self).__name__} keeps what earlier tasks have learned, but {type(plugin).__name__} starts "
+                    "each task with fresh weights: leave out one of them"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_trained": [], "_in_training": [], "_broken_off": []}
+
+
+def continues(options: dict[str, Any]) -> bool:
+    """Whether the caller of ``train`` has said that the task goes on in the next call."""
+    return bool(options.get("task_continues", False))
+
+
+def _identity(experience: Any) -> tuple[Any, str, int]:
+    """What tells an experience from others: a stream makes a new object of the same experience whenever it is asked."""
+    stream = experience._origin_stream
+    benchmark = getattr(stream, "benchmark", None)
+    home = ref(experience.dataset if benchmark is None else benchmark)
+    return home, getattr(stream, "name", "train"), experience.current_experience
+
+
+def _name(identity: tuple[Any, str, int]) -> str:
+    return f"experience {identity[2]} of the {identity[1]} stream"
