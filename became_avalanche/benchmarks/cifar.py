@@ -21,7 +21,7 @@ NORMALISATION = {
     "gpm": {"mean": (125.3 / 255, 123.0 / 255, 113.9 / 255), "std": (63.0 / 255, 62.1 / 255, 66.7 / 255)},
     "nscl": {"mean": (0.507, 0.487, 0.441), "std": (0.267, 0.256, 0.276)},
 }
-"""By protocol, as the published codes have them. Those of ``gpm`` are CIFAR-10's."""
+"""Mean and standard deviation by protocol, as in the published codes. Those of ``gpm`` belong to CIFAR-10."""
 
 SUPERCLASS_ORDERS = (
     tuple(range(20)),
@@ -60,15 +60,15 @@ def cifar100_superclass(
     reference: bool = False,
     **options: Unpack[StreamOptions],
 ) -> GenericCLScenario:
-    """CIFAR-100 in 20 tasks of five classes that have a superclass in common.
+    """CIFAR-100 in 20 tasks, one per superclass, with five classes each.
 
     Labels start from zero in each task. Pixels lie between 0 and 1, without normalisation.
 
-    :param order: which of the five published orders of the superclasses, from 0.
+    :param order: number of the published order of the superclasses, 0 to 4.
     :param seed: which images are kept for validation.
     :param dataset_root: as for ``split_cifar100``.
-    :param reference: scramble the pixels as the published loaders do, which take the three colours one after the other
-        for the three colours of one pixel after the other.
+    :param reference: scramble the pixels as the published loaders do. They read the bytes, which hold one colour plane
+        after the other, as if each pixel's three colours came together.
     :param options: ``protocol``, ``task_order`` (in place of ``order``) and ``device`` of ``image_stream``.
     """
     if order not in range(len(SUPERCLASS_ORDERS)):
@@ -76,7 +76,7 @@ def cifar100_superclass(
     parts = _both_parts(dataset_root)
     pairs = sorted(set(zip(parts[0].coarse.tolist(), parts[0].fine.tolist(), strict=True)))
     if [superclass for superclass, _ in pairs] != [k // 5 for k in range(100)]:
-        raise ValueError(f"{dataset_root} does not hold CIFAR-100: its superclasses are not 20 of five classes")
+        raise ValueError(f"{dataset_root} does not hold CIFAR-100: it must have 20 superclasses of five classes each")
     classes = torch.tensor([label for _, label in pairs]).reshape(20, 5)
     train, test = (
         tasks_of(_scrambled(part.images) if reference else part.images, part.fine, classes) for part in parts

@@ -1,7 +1,7 @@
 """Real images that ship with a dependency: scikit-learn's handwritten digits (1797 images of 8 x 8 pixels).
 
-The split into training (70 %), validation (10 %) and test data (20 %) is always the same; seeds choose what the tasks
-are. So the test images are never trained on, whatever the seed.
+The split into training (70 %), validation (10 %) and test data (20 %) is always the same. The seed decides only how the
+tasks are made, so no seed trains on test images.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def split_digits(seed: int = 0) -> GenericCLScenario:
 
 
 def permuted_digits(seed: int = 0, n_tasks: int = 10) -> GenericCLScenario:
-    """All ten digits in each task, with the pixels in another order, as a task-incremental benchmark.
+    """Ten classes per task, with the pixels permuted differently in each task, as a task-incremental benchmark.
 
     Streams are ``train``, ``valid`` and ``test``.
 

@@ -123,14 +123,14 @@ _ARRAYS = {
     ("numpy.core.multiarray", "scalar"),
     ("numpy._core.multiarray", "scalar"),
 }
-"""What a pickle of plain values and numpy arrays needs."""
+"""The only names that an unpickled file may refer to: those that plain values and numpy arrays need."""
 
 
 _UNSOUND = (
     *(pickle.UnpicklingError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError),
     *(OverflowError, MemoryError, RecursionError),
 )
-"""What a file that is no pickle, or a damaged one, may raise."""
+"""Errors that unpickling a corrupt file, or one that is not a pickle, may raise."""
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -141,7 +141,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def load_pickle(path: Path) -> Any:
-    """Plain values and numpy arrays from a pickle; a ValueError if it is damaged or has anything else in it."""
+    """Read plain values and numpy arrays from a pickle. Raises a ValueError if it is corrupt or holds anything else."""
     try:
         with path.open("rb") as file:
             return _ArraysOnly(file, encoding="latin1").load()
@@ -152,7 +152,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
-    """Arrays by their keys in a pickle, of which the first are images."""
+    """Read the arrays with these keys from a pickle. The first one must hold images as bytes."""
     content = load_pickle(path)
     try:
         arrays = tuple(np.asarray(content[key]) for key in keys)
@@ -168,7 +168,7 @@ def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
 
 
 def equal_classes(path: Path, labels: Array, classes: int, per_class: int) -> Tensor:
-    """The labels, unless they are others than from 0 on, each for so many images."""
+    """Labels as a tensor. Raises a ValueError unless they are 0 to ``classes - 1`` with ``per_class`` images each."""
     values, counts = np.unique(labels, return_counts=True)
     if values.tolist() != list(range(classes)) or set(counts.tolist()) != {per_class}:
         raise ValueError(
@@ -181,7 +181,7 @@ def equal_classes(path: Path, labels: Array, classes: int, per_class: int) -> Te
 
 
 def load_idx(folder: Path, name: str) -> Tensor:
-    """Bytes from an idx file, MNIST's own format, as it is or as ``.gz``."""
+    """Read the bytes of an idx file, the format of MNIST, plain or compressed as ``.gz``."""
     path = folder / name
     if not path.exists():
         path = folder / f"{name}.gz"
@@ -206,12 +206,17 @@ IMAGES = {".jpeg", ".jpg", ".png"}
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder, by name."""
+    """The image files in a folder, sorted by name."""
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGES)
 
 
 def refuse_unequal(folder: Path, counts: Sequence[int], classes: int, tolerance: float = 0.0) -> None:
-    """Raise a ValueError unless there are so many classes of equally many images: others are not wholly unpacked."""
+    """Raise a ValueError unless there are ``classes`` classes with equally many images.
+
+    Anything else means that the data set was not unpacked completely.
+
+    :param tolerance: how much smaller than the largest class a class may be, as a fraction.
+    """
     if len(counts) != classes or not min(counts) or min(counts) < (1 - tolerance) * max(counts):
         found = f"{len(counts)} classes" + (f" of {min(counts)} to {max(counts)} images" if counts else "")
         raise ValueError(
@@ -220,9 +225,9 @@ def refuse_unequal(folder: Path, counts: Sequence[int], classes: int, tolerance:
 
 
 def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
-    """Image files as bytes (n, channels, size, size), with a progress bar on a terminal.
+    """Decode image files to bytes (n, channels, size, size), with a progress bar on a terminal.
 
-    :param mode: of PIL: ``RGB`` or ``L``.
+    :param mode: PIL's mode: ``RGB`` or ``L`` (grey).
     """
 
     def one(path: Path) -> Tensor:

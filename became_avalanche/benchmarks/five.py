@@ -37,7 +37,7 @@ Parts = tuple[Images, Images]
 """Training and test images, of 32 x 32 pixels."""
 
 SIZES = {"cifar10": (50000, 10000), "mnist": (60000, 10000), "svhn": (73257, 26032)}
-"""Training and test images. Fashion-MNIST has as many as MNIST; of notMNIST there are several copies."""
+"""Number of training and test images. Fashion-MNIST has as many as MNIST. Copies of notMNIST differ in size."""
 
 UNREADABLE = {
     "Q3Jvc3NvdmVyIEJvbGRPYmxpcXVlLnR0Zg==.png",
@@ -48,11 +48,11 @@ UNREADABLE = {
     "Um9tYW5hIEJvbGQucGZi.png",
     "VHJhbnNpdCBCb2xkLnR0Zg==.png",
 }
-"""Files of notMNIST that are damaged as published."""
+"""Files of notMNIST that cannot be decoded: they are corrupt in the published archive."""
 
 
 class Member(NamedTuple):
-    """One of the five."""
+    """One of the five data sets."""
 
     source: Source
     load: Callable[[Path], Parts]
@@ -67,9 +67,11 @@ def five_datasets(
     dataset_root: str | PathLike[str],
     **options: Unpack[StreamOptions],
 ) -> GenericCLScenario:
-    """CIFAR-10, MNIST, SVHN, Fashion-MNIST and notMNIST as a task of ten classes each, all as 32 x 32 pixels in colour.
+    """Five tasks of ten classes: CIFAR-10, MNIST, SVHN, Fashion-MNIST and notMNIST.
 
-    :param order: their names in the order in which they come.
+    All images have 32 x 32 pixels in colour.
+
+    :param order: names of the data sets in the order in which they are learned.
     :param seed: which images are kept for validation.
     :param dataset_root: folder with ``cifar-10-batches-py``, ``MNIST/raw``, ``SVHN`` and ``FashionMNIST/raw`` with the
         files that torchvision keeps, which are downloaded if they are missing, and with ``notMNIST``, either as four
@@ -87,7 +89,7 @@ def five_datasets(
 
 
 def _refuse_other_sizes(place: Path, parts: Parts, sizes: tuple[int, int] | None = None) -> Parts:
-    """The parts, unless they have other than ten classes or other numbers of images than they should."""
+    """Return the parts. Raises a ValueError unless they have the labels 0 to 9 and the expected number of images."""
     for (images, labels), size in zip(parts, sizes or (None, None), strict=True):
         if len(images) != len(labels) or len(labels) != (size or len(labels)):
             raise ValueError(
@@ -96,7 +98,7 @@ def _refuse_other_sizes(place: Path, parts: Parts, sizes: tuple[int, int] | None
                 + f"; {DOWNLOAD_AGAIN}"
             )
         if sorted(set(labels.tolist())) != list(range(10)):
-            raise ValueError(f"{place} has other labels than 0 to 9; {DOWNLOAD_AGAIN}")
+            raise ValueError(f"{place} must have the labels 0 to 9, and has others; {DOWNLOAD_AGAIN}")
     return parts
 
 
@@ -121,13 +123,14 @@ def _idx(folder: Path, prefix: str) -> Images:
     labels = load_idx(folder, f"{prefix}-labels-idx1-ubyte")
     if images.shape[1:] != (28, 28) or labels.dim() != 1:
         raise ValueError(
-            f"{folder} is not like MNIST: its images are {tuple(images.shape[1:])}, not (28, 28); {DOWNLOAD_AGAIN}"
+            f"{folder} does not have the format of MNIST: its images are {tuple(images.shape[1:])}, not (28, 28); "
+            f"{DOWNLOAD_AGAIN}"
         )
     return _grey(images.unsqueeze(1)), labels.long()
 
 
 def _grey(images: Tensor) -> Tensor:
-    """28 x 28 pixels with a rim of black."""
+    """Pad 28 x 28 pixels with black to 32 x 32."""
     return F.pad(images, [2, 2, 2, 2])
 
 
@@ -154,7 +157,7 @@ def _svhn(folder: Path) -> Parts:
                 f"{path} is not a file of SVHN: its images are {images.shape} {images.dtype}; {DOWNLOAD_AGAIN}"
             )
         digits = torch.from_numpy(labels.astype(np.int64).reshape(-1))
-        return torch.from_numpy(images.transpose(3, 2, 0, 1).copy()), digits % 10  # a nought is 10 there
+        return torch.from_numpy(images.transpose(3, 2, 0, 1).copy()), digits % 10  # SVHN labels the digit zero with 10
 
     return _refuse_other_sizes(folder, (part("train"), part("test")), SIZES["svhn"])
 
@@ -172,7 +175,7 @@ def _notmnist(folder: Path) -> Parts:
 
 
 def _notmnist_files(folder: Path) -> list[list[list[Path]]]:
-    """For training and test, the images of each letter. Letters differ a little in number."""
+    """The image files of each letter, for training and for testing. Letters differ a little in number."""
     parts = []
     for name in ("Train", "Test"):
         if not (folder / name).is_dir():
@@ -264,4 +267,4 @@ MEMBERS = {
         std=(0.4501,) * 3,
     ),
 }
-"""The five, with the constants of the published codes."""
+"""The five data sets, with the normalisation of the published codes."""

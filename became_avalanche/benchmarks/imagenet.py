@@ -45,7 +45,7 @@ def split_tinyimagenet(
     """TinyImageNet (200 classes, 64 x 64 pixels) in tasks of equally many classes, in the order of their WordNet names.
 
     Labels start from zero in each task. The ``test`` stream has the official validation images, whose labels are
-    public. Copies with fewer images are fine, as long as all classes have equally many.
+    public. Copies with fewer images work if all classes have equally many.
 
     :param n_tasks: number of tasks: 25 in the papers, or another divisor of 200.
     :param seed: which images are kept for validation.
@@ -63,7 +63,7 @@ def split_miniimagenet(
 ) -> GenericCLScenario:
     """MiniImageNet (100 classes, 84 x 84 pixels) in tasks of equally many classes in random order.
 
-    Each class has 500 images to train and 100 to test with. Labels start from zero in each task.
+    Each class has 500 training and 100 test images. Labels start from zero in each task.
 
     :param n_tasks: number of tasks: 20 in the papers, or another divisor of 100.
     :param seed: the order of the classes, as in the published codes, and which images are kept for validation.
@@ -82,7 +82,7 @@ def split_miniimagenet(
 # -------------------------------------------------------------------------------------------------------- TinyImageNet
 
 Files = list[list[Path]]
-"""Of each class."""
+"""The image files of each class."""
 
 
 def _tiny_files(folder: Path) -> tuple[Files, Files]:
@@ -94,14 +94,16 @@ def _tiny_files(folder: Path) -> tuple[Files, Files]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{folder} is incomplete: {error.filename} is missing; {DOWNLOAD_AGAIN}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{folder} is incomplete: its tables are not text ({error}); {DOWNLOAD_AGAIN}") from error
+        raise ValueError(
+            f"{folder} is incomplete: its tables cannot be decoded as text ({error}); {DOWNLOAD_AGAIN}"
+        ) from error
     for part, files in (("train", train), ("val", test)):
         refuse_unequal(folder / part, [len(own) for own in files], 200)
     return train, test
 
 
 def _tiny_test(folder: Path, names: list[str]) -> Files:
-    """As published, all in one folder with a table of their classes, or in a folder for each class, as many do."""
+    """Validation images, either in one folder with a table of their classes (as published) or in a folder per class."""
     table = folder / "val_annotations.txt"
     if not table.exists():
         return [image_files(folder / name) for name in names]
@@ -111,7 +113,7 @@ def _tiny_test(folder: Path, names: list[str]) -> Files:
         file, name, *_ = [*line.split("\t"), ""]
         path = folder / "images" / file
         if path not in present or name not in files:
-            raise ValueError(f"{folder} is incomplete: its table has {line!r}, which is not there; {DOWNLOAD_AGAIN}")
+            raise ValueError(f"{folder} is incomplete: its table lists {line!r}, which is missing; {DOWNLOAD_AGAIN}")
         files[name].append(path)
     return list(files.values())
 
@@ -139,7 +141,7 @@ TINY_IMAGENET = Source(
 
 PER_CLASS = 600
 TRAINED = 500
-"""Images of each class to train with; the others are for testing."""
+"""Training images per class. The others are test images."""
 
 
 @keeps(1)
@@ -177,7 +179,7 @@ def _mini_cache(folder: Path) -> Images:
             for name, rows in load_pickle(path)["class_dict"].items():
                 own[np.asarray(rows, dtype=int)] = str(name)
         except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not the expected file: its class_dict is {error}; {DOWNLOAD_AGAIN}") from error
+            raise ValueError(f"{path} is not the expected file: bad class_dict ({error}); {DOWNLOAD_AGAIN}") from error
         names.append(own)
     labels = np.unique(np.concatenate(names).astype(str), return_inverse=True)[1]
     return torch.cat(images), equal_classes(folder, labels, 100, PER_CLASS)

@@ -15,7 +15,7 @@ from became_avalanche.benchmarks.five import MEMBERS, five_datasets
 def cifar100_superclass_in_turn(
     seed: int = 0, *, dataset_root: str | PathLike[str], **options: Any
 ) -> GenericCLScenario:
-    """CIFAR-100 by superclass in one of the five published orders, another one with each seed.
+    """CIFAR-100 by superclass in one of the five published orders, chosen by the seed.
 
     :param seed: the order is ``seed`` modulo 5; also which images are kept for validation.
     :param dataset_root: folder of data sets.
@@ -25,7 +25,7 @@ def cifar100_superclass_in_turn(
 
 
 def five_datasets_in_turn(seed: int = 0, *, dataset_root: str | PathLike[str], **options: Any) -> GenericCLScenario:
-    """The 5-Datasets in the order of the GPM paper with seed 0, in a random order with each other seed.
+    """5-Datasets in the order of the GPM paper for seed 0, and in a random order for every other seed.
 
     The paper does not say which orders it uses.
 

@@ -114,7 +114,7 @@ def test_orders_are_permutations():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"superclass": lambda labels: labels % 19}, "superclasses are not 20 of five classes"),
+        ({"superclass": lambda labels: labels % 19}, "must have 20 superclasses of five classes each"),
         ({"fine": lambda labels: labels // 2}, "100 classes of 500 images are expected"),
     ],
 )

@@ -197,7 +197,7 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
             changed(data=np.zeros((100, 9), np.uint8)),
             "not a part of CIFAR-10",
         ),
-        ("cifar10", "cifar-10-batches-py/test_batch", changed(labels=[0] * 100), "other labels than 0 to 9"),
+        ("cifar10", "cifar-10-batches-py/test_batch", changed(labels=[0] * 100), "must have the labels 0 to 9"),
         ("mnist", IMAGES, None, "train-images-idx3-ubyte is missing, with and without .gz"),
         ("mnist", IMAGES, half, "not a readable idx file"),
         ("mnist", IMAGES, b"a web page", "not a readable idx file"),
