@@ -6,30 +6,27 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from became_avalanche.layers.layer import Layer, Lines
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from became_avalanche.layers.layer import Layer, Lines, keeps_forward
 
 CHUNK = 2**21
 """Elements of unfolded input held at a time: 16 MiB in float64, which stay in the caches and the allocator's hands."""
 
 
 class ConvolutionLayer(Layer):
-    """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``."""
+    """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, and subclasses that compute as they do."""
 
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d
 
     @classmethod
-    def find(cls, module: nn.Module) -> list[Self]:
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and type(module).__module__ == nn.Conv1d.__module__:
-            return [cls(module, groups=module.groups)]
-        return []
+    def find(cls, module: nn.Module) -> list[Layer]:
+        if not any(keeps_forward(module, kind, "_conv_forward") for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            return []
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        return [cls(module, groups=module.groups)]
 
     def columns(self, input: Tensor) -> Iterator[Tensor]:
         for patches in self._chunks(input, self._unfold):

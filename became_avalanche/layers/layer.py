@@ -10,13 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Lines(NamedTuple):
@@ -38,11 +36,18 @@ class Layer(ABC):
 
     A kind of layer is a subclass. It says in which modules it is found (``find``) and what the inputs of a call are as
     columns (``columns``). If the weight's first axis is not the output, it says how the weight is laid out as rows
-    (``weight_rows``, ``weight_like``). If its samples can be told apart, it says how (``output_columns``).
+    (``weight_rows``, ``weight_like``). If it knows the gradients of single samples (``tells_samples_apart``), it says
+    how outputs are laid out (``output_columns``).
     """
 
     takes_rows: ClassVar[bool] = False
     """Whether the module computes ``x Wᵀ + b`` of its input ``x`` itself, so that ``x P`` does what ``W P`` does."""
+
+    tells_samples_apart: ClassVar[bool] = True
+    """Whether ``per_sample`` knows the gradients of single samples."""
+
+    constants: Sequence[str] = ()
+    """Names of further parameters in the module that are added to what the layer computes, but are no bias of it."""
 
     def __init__(self, module: nn.Module, weight: str = "weight", bias: str = "bias", groups: int = 1) -> None:
         """Init.
@@ -59,7 +64,7 @@ class Layer(ABC):
 
     @classmethod
     @abstractmethod
-    def find(cls, module: nn.Module) -> list[Self]:
+    def find(cls, module: nn.Module) -> list[Layer]:
         """The layers of this kind in ``module`` itself; none if it is of another kind."""
 
     @property
@@ -69,7 +74,8 @@ class Layer(ABC):
 
     @property
     def bias(self) -> Tensor | None:
-        bias: Tensor | None = attrgetter(self.bias_name)(self.module)
+        path, _, leaf = self.bias_name.rpartition(".")
+        bias: Tensor | None = getattr(self.module.get_submodule(path), leaf, None)
         return bias
 
     # --------------------------------------------------------------------------------------------- inputs as columns
@@ -77,6 +83,10 @@ class Layer(ABC):
     @abstractmethod
     def columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """The inputs of a call of the module as columns (groups, d, n), in chunks of bounded size."""
+
+    def augmented_columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        """The same with a constant 1 as last row: the input that the bias multiplies."""
+        return (with_ones(columns) for columns in self.columns(*args, **kwargs))
 
     def mean_columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """The mean input of a call, as columns."""
@@ -173,6 +183,11 @@ class Layer(ABC):
         parameters: dict[str, Any] = self.module.get_submodule(path)._parameters
         before, parameters[leaf] = parameters[leaf], tensor
         return before
+
+
+def with_ones(columns: Tensor) -> Tensor:
+    """``columns`` with a constant 1 as last row."""
+    return F.pad(columns, (0, 0, 0, 1), value=1.0)
 
 
 def keeps_forward(module: nn.Module, kind: type[nn.Module], *methods: str) -> bool:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from became_avalanche.layers.layer import Layer
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from became_avalanche.layers.layer import Layer, keeps_forward
 
 
 class LinearLayer(Layer):
-    """``nn.Linear``."""
+    """``nn.Linear``, and subclasses that keep its ``forward``."""
 
     takes_rows = True
 
     @classmethod
-    def find(cls, module: nn.Module) -> list[Self]:
-        return [cls(module)] if type(module) is nn.Linear else []
+    def find(cls, module: nn.Module) -> list[Layer]:
+        return [cls(module)] if keeps_forward(module, nn.Linear) else []
 
     def columns(self, input: Tensor) -> Iterator[Tensor]:
         yield input.reshape(1, -1, input.shape[-1]).mT

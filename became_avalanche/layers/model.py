@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
+from became_avalanche.layers.attention import AttentionLayer
 from became_avalanche.layers.convolution import ConvolutionLayer
+from became_avalanche.layers.embedding import EmbeddingLayer
 from became_avalanche.layers.layer import Layer
 from became_avalanche.layers.linear import LinearLayer
 from became_avalanche.layers.normalisation import NORMALISATION
+from became_avalanche.layers.recurrent import CellLayer, RecurrentLayer
+from became_avalanche.layers.transposed import TransposedConvolutionLayer
 
-KINDS: tuple[type[Layer], ...] = (LinearLayer, ConvolutionLayer)
+KINDS: tuple[type[Layer], ...] = (
+    LinearLayer,
+    ConvolutionLayer,
+    TransposedConvolutionLayer,
+    EmbeddingLayer,
+    AttentionLayer,
+    RecurrentLayer,
+    CellLayer,
+)
 """Every kind of layer."""
 
 
@@ -32,35 +45,64 @@ class LayerMap:
     """Weight name -> the layers that use this weight (more than one if layers share it)."""
     biases: dict[str, list[str]] = field(default_factory=dict)
     """Weight name -> names of the biases beside it, where there are any (several if layers share the weight)."""
+    constants: dict[str, list[str]] = field(default_factory=dict)
+    """Weight name -> names of the other constants beside it, where there are any."""
     normalisation: list[str] = field(default_factory=list)
     """Names of the parameters of normalisation layers."""
     unprotectable: list[str] = field(default_factory=list)
-    """Modules that own parameters but are of no protectable kind."""
+    """What trains but is of no protectable kind: modules with such parameters, or the parameters by name."""
 
 
 def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
     """Find the layers of ``model`` by module type, leaving out everything at or below the names in ``skip``.
 
-    Only exact types count: a subclass, or a layer under weight normalisation, may compute something else than ``W A``.
+    A subclass counts if it keeps the ``forward`` of its parent; otherwise it may compute something else than ``W A``.
+
+    :param model: the model.
+    :param skip: names of modules or parameters.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    layers = LayerMap()
+    layers, known, claimed = LayerMap(), set[str](), set[nn.Module]()
     for module_name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if not own or is_below(module_name, skip):
+        if is_below(module_name, skip):
             continue
-        found = layers_of(module)
+        found = [] if module in claimed else layers_of(module)
         for layer in found:
-            weight = names[id(layer.weight)]
+            claimed.add(module.get_submodule(layer.weight_name.rpartition(".")[0]))
+            weight = names.get(id(layer.weight))
+            if weight is None or is_below(weight, skip):  # computed from other parameters, or to be left alone
+                continue
             layers.protected.setdefault(weight, []).append(layer)
-            if layer.bias is not None:
-                biases = layers.biases.setdefault(weight, [])
-                biases += {names[id(layer.bias)]} - set(biases)
+            biases = [names[id(layer.bias)]] if layer.bias is not None else []
+            constants = [names[id(own)] for own in map(partial(getattr, module), layer.constants) if own is not None]
+            for kept, more in ((layers.biases, biases), (layers.constants, constants)):
+                if more:
+                    kept[weight] = [*dict.fromkeys([*kept.get(weight, []), *more])]
+            known.update([weight, *biases, *constants])
+        own = {names[id(own)]: own for own in module.parameters(recurse=False)}
         if isinstance(module, NORMALISATION):
-            layers.normalisation += [names[id(parameter)] for parameter in own.values()]
-        elif not found:
-            layers.unprotectable.append(f"{module_name or 'model'} ({type(module).__name__})")
+            layers.normalisation += own
+            known.update(own)
+        others = [name for name in own if _trains(own[name]) and name not in known and not is_below(name, skip)]
+        if others and module_name and len(others) == sum(map(_trains, own.values())):
+            layers.unprotectable.append(f"{module_name} ({type(module).__name__})")
+        else:
+            layers.unprotectable += [f"{name} (of {type(module).__name__})" for name in others]
+    _refuse_mixed_uses(layers)
     return layers
+
+
+def _trains(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+def _refuse_mixed_uses(layers: LayerMap) -> None:
+    """Leave out weights that layers of different kinds share: what one takes for an input is an output for another."""
+    for name, users in list(layers.protected.items()):
+        if len({(type(layer).weight_rows, layer.groups) for layer in users}) > 1:
+            kinds = " and ".join(dict.fromkeys(type(layer.module).__name__ for layer in users))
+            layers.unprotectable.append(f"{name} (shared by {kinds})")
+            del layers.protected[name]
 
 
 def is_below(name: str, prefixes: Collection[str]) -> bool:

@@ -84,6 +84,7 @@ def batched_fisher(losses: Iterable[tuple[Tensor, int]], parameters: Mapping[str
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         for diagonal, gradient in zip(fisher.values(), gradients, strict=True):
             if gradient is not None:
+                gradient = gradient.to_dense()  # that of an Embedding(sparse=True) is not
                 diagonal.addcmul_(gradient, gradient, value=size)  # diagonal of Eq. 19
         batches += 1
     if batches == 0:

@@ -133,7 +133,8 @@ def _per_sample(own: str, call: Call, gradient: Tensor, part: slice) -> Tensor:
 
 def _layer(module: nn.Module, own: str) -> Layer | None:
     """The layer of ``module`` with the parameter ``own``, if it is of a known kind."""
-    return next((layer for layer in layers_of(module) if own in (layer.weight_name, layer.bias_name)), None)
+    layers = (layer for layer in layers_of(module) if layer.tells_samples_apart)
+    return next((layer for layer in layers if own in (layer.weight_name, layer.bias_name)), None)
 
 
 def _of_any(module: nn.Module, own: str, x: Tensor, gradient: Tensor) -> Tensor:

@@ -73,5 +73,5 @@ class GPCNSPlugin(EnergyThresholdPlugin):
             gradients = [parameters[part].grad for part in self.parts(name)]
             if all(gradient is not None for gradient in gradients):
                 layer = self.layers.protected[name][0]
-                rows[name] = layer.rows([gradient for gradient in gradients if gradient is not None])
+                rows[name] = layer.rows([gradient.to_dense() for gradient in gradients if gradient is not None])
         return rows

@@ -122,7 +122,7 @@ class Guard:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if len(gradients) < len(self.parameters):
             return
-        if not self._in_gradient(step):
+        if not self._in_gradient(step) or any(gradient.is_sparse for gradient in gradients):
             self._momentum_is_projected = False
             self._start = [parameter.detach().clone() for parameter in self.parameters]
             return

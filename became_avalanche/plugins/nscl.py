@@ -96,7 +96,12 @@ class NSCLPlugin(CovariancePlugin):
         return lambda rows: project(rows) / norm
 
     def _null(self, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
-        """Which eigenvalues, padded with zeros to all d of them, count as zero."""
+        """Which eigenvalues, padded with zeros to all d of them, count as zero.
+
+        A single input, as that of a row of an embedding, has no smaller one to be compared with: it counts as it is.
+        """
+        if vectors.shape[-2] == 1 and self.a < float("inf"):
+            return F.pad(eigenvalues, (0, 1 - vectors.shape[-1])) == 0
         eigenvalues = F.pad(eigenvalues, (0, vectors.shape[-2] - vectors.shape[-1]))
         smallest, largest = eigenvalues[..., -1:], eigenvalues[..., :1]
         if not self.reference:

@@ -77,7 +77,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         :param bias: what happens to the biases of protected layers after the first experience. "freeze" keeps them
             fixed; "augment" protects them together with the weight, as the weight of a constant input 1; "free" lets
             them train, unprotected.
-        :param exclude: names of modules to leave alone, with everything below them.
+        :param exclude: names of modules to leave alone, with everything below them, or of parameters.
         :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
         """
         super().__init__()
@@ -231,12 +231,13 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         for name in self.layers.protected:
             if name not in self.memory:  # new, or not used so far
                 continue
-            if name not in self._augmented and self.bias != "free":
-                frozen += self.layers.biases.get(name, [])
+            if self.bias != "free":
+                biases = [] if name in self._augmented else self.layers.biases.get(name, [])
+                frozen += [*biases, *self.layers.constants.get(name, [])]
             guarded = [parameters[part] for part in self.parts(name)]
             self.memory[name] = stored_like(self.memory[name], parameters[name])
             self._guards.append(Guard(name, guarded, self.projector(name), self.layers.protected[name]))
-        self._guards += [Guard(name, [parameters[name]], torch.zeros_like) for name in frozen]
+        self._guards += [Guard(name, [parameters[name]], torch.zeros_like) for name in dict.fromkeys(frozen)]
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         for guard in self._guards:
@@ -296,17 +297,17 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self._guards = []
 
     def _map_layers(self, model: nn.Module) -> LayerMap:
-        modules = dict(model.named_modules())
+        names = [*dict(model.named_modules()), *dict(model.named_parameters())]
         for name in self.exclude:
-            if name not in modules:
-                hint = suggestion(name, filter(None, modules))
-                raise ValueError(f"exclude names the module {name!r}, which the model does not have; {hint}")
+            if name not in names:
+                hint = suggestion(name, filter(None, names))
+                raise ValueError(f"exclude names {name!r}, which the model does not have; {hint}")
         layers = map_layers(model, skip=[*growing_heads(model), *self.exclude])
         self._complain(layers.unprotectable, "have parameters of a kind that cannot be protected")
         if not layers.protected:
             raise ValueError(
-                f"{type(self).__name__} found nothing to protect in {type(model).__name__}: it has no Linear or Conv "
-                "layer outside its task heads and the excluded modules"
+                f"{type(self).__name__} found nothing to protect in {type(model).__name__}: it has no layer "
+                "of a known kind outside its task heads and the excluded modules"
             )
         return layers
 

@@ -39,7 +39,7 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
         :param n_samples: training samples of each experience that enter the memory; None for all.
         :param bias: what happens to the biases of protected layers after the first experience: "freeze", "augment"
             (protected together with the weight) or "free".
-        :param exclude: names of modules to leave alone, with everything below them.
+        :param exclude: names of modules to leave alone, with everything below them, or of parameters.
         :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
         :param reference: do as the published code does where it differs from its paper. For all methods: what is held
             after the first experience stays just below the threshold instead of reaching it.

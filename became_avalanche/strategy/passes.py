@@ -70,7 +70,7 @@ def mean_gradients(
             gradients = torch.autograd.grad(strategy.criterion(), list(wanted.values()), allow_unused=True)
             for name, gradient in zip(wanted, gradients, strict=True):
                 if gradient is not None:
-                    totals[name] = totals.get(name, 0) + size * gradient
+                    totals[name] = totals.get(name, 0) + size * gradient.to_dense()
             samples += size
     return {name: total / samples for name, total in totals.items()}
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from became_avalanche.layers.layer import Layer, Lines
+from became_avalanche.layers.layer import Layer, Lines, with_ones
 
 _BLOCK = 256
 """Gram matrices of more rows than this are made of blocks, of which the upper half is copied from the lower one."""
@@ -198,20 +198,24 @@ def recorded_inputs(
     @torch.no_grad()
     def record(name: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         matrix = matrices.setdefault(name, InputMatrix(single=single))
-        if not batch_mean and name not in ones:
+        if batch_mean:
+            for columns in layer.mean_columns(*args, **kwargs):
+                matrix.add(with_ones(columns) if name in ones else columns)
+        elif name in ones:
+            for columns in layer.augmented_columns(*args, **kwargs):
+                matrix.add(columns)
+        else:
             add_inputs(matrix, layer, *args, **kwargs)
-            return
-        columns_of = layer.mean_columns if batch_mean else layer.columns
-        for columns in columns_of(*args, **kwargs):
-            matrix.add(F.pad(columns, (0, 0, 0, 1), value=1.0) if name in ones else columns)
 
     with ExitStack() as hooks:
+        hooks.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # it computes encoder layers without calling their modules
         for name, users in layers.items():
             for layer in users:
                 hook = layer.module.register_forward_pre_hook(
                     lambda module, args, kwargs, name=name, layer=layer: record(name, layer, args, kwargs),
                     with_kwargs=True,
-                    prepend=True,  # before hooks that change the input
+                    prepend=layer.takes_rows,  # before hooks that change the input, after those that change weights
                 )
                 hooks.callback(hook.remove)
         yield matrices

@@ -14,6 +14,7 @@ from became_avalanche.layers.model import layers_of, map_layers
 from tests import oracles
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def columns_of(module, *args, **kwargs):
@@ -24,20 +25,34 @@ def columns_of(module, *args, **kwargs):
 
 @st.composite
 def layers_with_inputs(draw, padding_modes=("zeros", "reflect", "replicate", "circular")):
-    """A Linear or Conv layer of any shape in float64, and an input for it."""
+    """A Linear, Conv or ConvTranspose layer of any shape in float64, and an input for it."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
     batch = draw(st.integers(1, 3))
-    kind = draw(st.sampled_from((nn.Linear, *CONVOLUTIONS)))
+    kind = draw(st.sampled_from((nn.Linear, *CONVOLUTIONS, *TRANSPOSED)))
     if kind is nn.Linear:
         layer = nn.Linear(draw(st.integers(1, 6)), draw(st.integers(1, 4)), bias=draw(st.booleans())).double()
         tokens = draw(st.lists(st.integers(1, 3), max_size=2))
         return layer, torch.randn(batch, *tokens, layer.in_features, dtype=torch.float64)
-    axes = CONVOLUTIONS.index(kind) + 1
+    axes = (CONVOLUTIONS if kind in CONVOLUTIONS else TRANSPOSED).index(kind) + 1
     groups = draw(st.sampled_from((1, 1, 2, 3)))
     each = st.integers(1, 2)
     kernel = [draw(st.integers(1, 3 if axes < 3 else 2)) for _ in range(axes)]
     padding = draw(st.one_of(st.just("valid"), st.tuples(*[st.integers(0, 1)] * axes)))
     stride = [draw(each) for _ in range(axes)]
+    dilation = [draw(each) for _ in range(axes)]
+    if kind in TRANSPOSED:
+        layer = kind(
+            groups * draw(each),
+            groups * draw(each),
+            kernel_size=kernel,
+            stride=stride,
+            padding=[draw(st.integers(0, 1)) for _ in range(axes)],
+            output_padding=[draw(st.integers(0, max(stride[a], dilation[a]) - 1)) for a in range(axes)],
+            dilation=dilation,
+            groups=groups,
+            bias=draw(st.booleans()),
+        ).double()
+        return layer, torch.randn(batch, layer.in_channels, *[draw(st.integers(4, 5)) for _ in range(axes)]).double()
     if stride == [1] * axes and draw(st.booleans()):
         padding = "same"
     layer = kind(
@@ -46,7 +61,7 @@ def layers_with_inputs(draw, padding_modes=("zeros", "reflect", "replicate", "ci
         kernel_size=kernel,
         stride=stride,
         padding=padding,
-        dilation=[draw(each) for _ in range(axes)],
+        dilation=dilation,
         groups=groups,
         padding_mode=draw(st.sampled_from(padding_modes)),
         bias=draw(st.booleans()),
@@ -72,7 +87,7 @@ def test_output_is_weight_times_columns(case):
 @given(layers_with_inputs(padding_modes=("zeros",)))
 def test_columns_equal_explicit_loops(case):
     layer, x = case
-    if isinstance(layer, nn.Linear) or isinstance(layer.padding, str):
+    if type(layer) not in CONVOLUTIONS or isinstance(layer.padding, str):
         return
     columns = columns_of(layer, x)
     expected = oracles.patches(x.numpy(), layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
@@ -114,21 +129,26 @@ def test_rows_round_trip(case):
 
 
 def test_map_sorts_a_model_into_kinds():
-    class Lora(nn.Linear):
+    class Same(nn.Linear):
         pass
+
+    class Lora(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
 
     model = nn.Sequential(
         nn.Conv1d(2, 2, 1),
         nn.BatchNorm1d(2),
         nn.Linear(4, 4, bias=False),
         nn.LayerNorm(4),
-        nn.ConvTranspose1d(2, 2, 1),
+        nn.PReLU(),
         Lora(4, 4),
         parametrizations.weight_norm(nn.Linear(4, 4)),
         nn.Linear(4, 4),
+        Same(4, 4, bias=False),
     )
     layers = map_layers(model, skip=["7"])
-    assert set(layers.protected) == {"0.weight", "2.weight"}
+    assert set(layers.protected) == {"0.weight", "2.weight", "8.weight"}
     assert layers.biases == {"0.weight": ["0.bias"]}
     assert layers.normalisation == ["1.weight", "1.bias", "3.weight", "3.bias"]
     assert [name.split()[0] for name in layers.unprotectable] == ["4", "5", "6", "6.parametrizations.weight"]

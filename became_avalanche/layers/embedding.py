@@ -1,0 +1,49 @@
+"""Embeddings: every row of the weight has an input of its own, which is 1 where its token occurs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from became_avalanche.layers.layer import Layer, keeps_forward
+
+
+class EmbeddingLayer(Layer):
+    """``nn.Embedding``, and subclasses that keep its ``forward``.
+
+    As a product, an embedding multiplies its transposed weight with a column per token that is 1 in one place. These
+    columns have no direction in common but their own, so each row of the weight is a group with one input, and a basis
+    takes one number per row: whether the row has been looked up.
+    """
+
+    module: nn.Embedding
+
+    @classmethod
+    def find(cls, module: nn.Module) -> list[Layer]:
+        if not keeps_forward(module, nn.Embedding):
+            return []
+        assert isinstance(module, nn.Embedding)
+        return [cls(module, bias="", groups=module.num_embeddings)]
+
+    def columns(self, input: Tensor) -> Iterator[Tensor]:
+        """One column with the energy of all tokens of a kind: their number."""
+        numbers = torch.bincount(input.flatten(), minlength=self.groups)
+        yield numbers.to(self.weight.dtype).sqrt().reshape(-1, 1, 1)
+
+    def weight_rows(self, weight: Tensor) -> Tensor:
+        return weight.unsqueeze(-1)
+
+    def per_sample(self, own: str, x: Tensor, gradient: Tensor) -> Tensor:
+        """The sum of the gradients of each token's outputs."""
+        samples, width = len(x), gradient.shape[-1]
+        places = x.reshape(samples, -1) + self.groups * torch.arange(samples, device=x.device).unsqueeze(-1)
+        sums = gradient.new_zeros(samples * self.groups, width)
+        sums.index_add_(0, places.flatten(), gradient.reshape(-1, width))
+        if self.module.padding_idx is not None:
+            sums.view(samples, self.groups, width)[:, self.module.padding_idx] = 0
+        return sums.view(samples, self.groups, width)
+
+    def held_per_sample(self, own: str, gradient: Tensor) -> int:
+        return gradient[0].numel()
