@@ -94,9 +94,7 @@ def _tiny_files(folder: Path) -> tuple[Files, Files]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{folder} is incomplete: {error.filename} is missing; {DOWNLOAD_AGAIN}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{folder} is incomplete: its tables cannot be decoded as text ({error}); {DOWNLOAD_AGAIN}"
-        ) from error
+        raise ValueError(f"{folder} is corrupt: its tables are not text ({error}); {DOWNLOAD_AGAIN}") from error
     for part, files in (("train", train), ("val", test)):
         refuse_unequal(folder / part, [len(own) for own in files], 200)
     return train, test
