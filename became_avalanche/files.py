@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
 
 
 class UserError(Exception):
     """An error that its message explains to the person who runs a command: it needs no traceback."""
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file to be read; an OSError for pipes and devices, which may block or have no end."""
+    without_waiting = getattr(os, "O_NONBLOCK", 0)
+    return open(path, "rb", opener=lambda name, flags: open_regular(name, flags | without_waiting))
+
+
+def open_regular(path: str, flags: int) -> int:
+    """``os.open``; an OSError if it is not a regular file."""
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file that ``open_file`` opens."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -64,10 +87,7 @@ def unsealed(text: str | bytes, where: str, what: str, schema: int) -> dict[str,
     :param what: what it should be, for the error.
     :param schema: the newest version of its format that can be read.
     """
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where} is corrupt: {error}") from None
+    content = _parsed(text, where)
     if not isinstance(content, dict) or not isinstance(version := content.get("schema_version"), int):
         raise ValueError(f"{where} is not {what}: it has no schema_version")
     if version > schema:
@@ -79,6 +99,19 @@ def unsealed(text: str | bytes, where: str, what: str, schema: int) -> dict[str,
     if checksum not in (None, _checksum(content)):
         raise ValueError(f"{where} is corrupt: its content does not match its checksum")
     return content
+
+
+def _parsed(text: str | bytes, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError(f"{where} is corrupt: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is corrupt: {error}") from None
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

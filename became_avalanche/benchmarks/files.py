@@ -6,8 +6,12 @@ Loaders raise a FileNotFoundError for missing files and a ValueError for corrupt
 from __future__ import annotations
 
 import gzip
+import mmap
+import os
 import pickle
+import pickletools
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +27,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
+
+from became_avalanche.files import open_file
 
 Array = NDArray[Any]
 
@@ -114,16 +120,57 @@ def share_loaded(images: dict[str, dict[str, Any]]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ pickles
 
-_ARRAYS = {
-    ("_codecs", "encode"),
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.core.multiarray", "scalar"),
-    ("numpy._core.multiarray", "scalar"),
+
+class _Dtype:
+    """Stands for NumPy's class, whose state in a pickle could make numbers of a file into addresses of objects."""
+
+    def __init__(self, name: Any, *options: Any) -> None:
+        if not isinstance(name, str) or np.dtype(name).kind not in "biuf":
+            raise pickle.UnpicklingError(f"it has an array of {name}, and only numbers are allowed")
+        self.dtype: np.dtype[Any] = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array:
+    """Stands for an array until its values are known. ``numbers`` returns them."""
+
+    def __init__(self, *empty: Any) -> None:
+        self.values: Array = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, columns_first, content = state
+        if content:
+            flat = np.frombuffer(_bytes(content), kind.dtype)
+            self.values = flat.reshape(shape, order="F" if columns_first else "C")
+
+
+def _bytes(content: Any, codec: str = "latin1") -> bytes:
+    return content.encode("latin1") if isinstance(content, str) else bytes(memoryview(content))
+
+
+def _scalar(kind: _Dtype, content: Any) -> Any:
+    return np.frombuffer(_bytes(content), kind.dtype)[0]
+
+
+_STAND_INS: dict[str, Any] = {
+    "_codecs.encode": _bytes,
+    "numpy.dtype": _Dtype,
+    "numpy.ndarray": "ndarray",
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
 }
-"""The only names that an unpickled file may refer to: those that plain values and numpy arrays need."""
+"""What a pickle of plain values and arrays of numbers asks for, and what it gets."""
+
+
+def _check_numbering(pickled: Any) -> None:
+    """Raise an UnpicklingError if the pickle numbers its values with gaps, for which memory would be reserved."""
+    for n, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+        if opcode.name.endswith("PUT") and int(argument or 0) > n:
+            raise pickle.UnpicklingError(f"it calls a value number {argument}, and has fewer")
 
 
 _UNSOUND = (
@@ -135,27 +182,38 @@ _UNSOUND = (
 
 class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ARRAYS:
+        if f"{module}.{name}" not in _STAND_INS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values and arrays are allowed")
-        return super().find_class(module, name)
+        return _STAND_INS[f"{module}.{name}"]
 
 
 def load_pickle(path: Path) -> Any:
-    """Read plain values and numpy arrays from a pickle. Raises a ValueError if it is corrupt or holds anything else."""
+    """Plain values and arrays (for ``numbers``) from a pickle; a ValueError if it is damaged or has anything else."""
     try:
-        with path.open("rb") as file:
-            return _ArraysOnly(file, encoding="latin1").load()
+        with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            _check_numbering(content)
+            content.seek(0)
+            return _ArraysOnly(content, encoding="latin1").load()
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, and other files of the data set are there; {DOWNLOAD_AGAIN}") from None
     except _UNSOUND as error:
-        raise ValueError(f"{path} is corrupt: {error or 'it ends too early'}; {DOWNLOAD_AGAIN}") from error
+        raise ValueError(f"{path} is corrupt: {str(error) or 'it ends too early'}; {DOWNLOAD_AGAIN}") from error
+
+
+def numbers(values: Any) -> Array:
+    """An array, or a list of whole numbers as one; a TypeError for anything else, such as lists of lists of lists."""
+    if isinstance(values, _Array):
+        return values.values
+    if isinstance(values, list) and all(isinstance(value, int | np.integer) for value in values):
+        return np.array(values, dtype=np.int64)
+    raise TypeError(f"a {type(values).__name__} is not a list of numbers")
 
 
 def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
     """Read the arrays with these keys from a pickle. The first one must hold images as bytes."""
     content = load_pickle(path)
     try:
-        arrays = tuple(np.asarray(content[key]) for key in keys)
+        arrays = tuple(numbers(content[key]) for key in keys)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ValueError(
             f"{path} is not the expected file: it has no arrays {', '.join(keys)}; {DOWNLOAD_AGAIN}"
@@ -180,19 +238,23 @@ def equal_classes(path: Path, labels: Array, classes: int, per_class: int) -> Te
 # ---------------------------------------------------------------------------------------------------------- idx files
 
 
+IDX_LIMIT = 2**30
+"""No file of this kind has more bytes; a compressed one could unpack to any number."""
+
+
 def load_idx(folder: Path, name: str) -> Tensor:
     """Read the bytes of an idx file, the format of MNIST, plain or compressed as ``.gz``."""
     path = folder / name
     if not path.exists():
         path = folder / f"{name}.gz"
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read()
+        with open_file(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            content = file.read(IDX_LIMIT + 1)
         zero, kind, dimensions = struct.unpack_from(">HBB", content)
         shape = struct.unpack_from(f">{dimensions}I", content, 4)
     except FileNotFoundError:
         raise ValueError(f"{folder} is incomplete: {name} is missing, with and without .gz; {DOWNLOAD_AGAIN}") from None
-    except (EOFError, OSError, struct.error) as error:
+    except (EOFError, OSError, zlib.error, struct.error) as error:
         raise ValueError(f"{path} is not a readable idx file: {error}; {DOWNLOAD_AGAIN}") from error
     start = 4 + 4 * dimensions
     if zero != 0 or kind != 8 or len(content) != start + prod(shape):
@@ -207,7 +269,8 @@ IMAGES = {".jpeg", ".jpg", ".png"}
 
 def image_files(folder: Path) -> list[Path]:
     """The image files in a folder, sorted by name."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGES)
+    with os.scandir(folder) as entries:
+        return sorted(Path(entry) for entry in entries if Path(entry).suffix.lower() in IMAGES and entry.is_file())
 
 
 def refuse_unequal(folder: Path, counts: Sequence[int], classes: int, tolerance: float = 0.0) -> None:
@@ -224,6 +287,10 @@ def refuse_unequal(folder: Path, counts: Sequence[int], classes: int, tolerance:
         )
 
 
+PIXELS_LIMIT = 2**26
+"""No image of a data set is larger; a compressed one could unpack to any size."""
+
+
 def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
     """Decode image files to bytes (n, channels, size, size), with a progress bar on a terminal.
 
@@ -232,12 +299,14 @@ def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
 
     def one(path: Path) -> Tensor:
         try:
-            with Image.open(path) as file:
+            with Image.open(path, formats=("JPEG", "PNG")) as file:  # others run programs: EPS does
+                if file.width * file.height > PIXELS_LIMIT:
+                    raise ValueError(f"it has {file.width} x {file.height} pixels")
                 image = file.convert(mode)
             if image.size != (size, size):
                 image = image.resize((size, size), Image.Resampling.BILINEAR)
             return torch.from_numpy(np.array(image)).reshape(size, size, -1).permute(2, 0, 1)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # a decoder may raise anything on a damaged file
             raise ValueError(f"{path} cannot be decoded as an image: {error}; {DOWNLOAD_AGAIN}") from error
 
     images = torch.empty(len(paths), len(mode), size, size, dtype=torch.uint8)

@@ -21,6 +21,7 @@ from became_avalanche.benchmarks.files import (
     image_files,
     keeps,
     load_pickle,
+    numbers,
     pickled_images,
     refuse_unequal,
 )
@@ -175,7 +176,7 @@ def _mini_cache(folder: Path) -> Images:
         own = np.full(len(pixels), "", dtype=object)
         try:
             for name, rows in load_pickle(path)["class_dict"].items():
-                own[np.asarray(rows, dtype=int)] = str(name)
+                own[numbers(rows)] = str(name)
         except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is not the expected file: bad class_dict ({error}); {DOWNLOAD_AGAIN}") from error
         names.append(own)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from became_avalanche.files import UserError, sealed_json, unsealed
+from became_avalanche.files import UserError, read_file, sealed_json, unsealed
 
 SCHEMA = 1
 """Version of the format. Raise it with every change that an older reader would misunderstand."""
@@ -27,7 +28,7 @@ class RecordError(UserError, ValueError):
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class StageRecord(_Frozen):
@@ -101,6 +102,22 @@ class References(_Frozen):
     """The same method with a second stage of equal training and no merge (``-2x``)."""
 
 
+class _Budget(BaseModel):
+    epochs: int
+
+
+class _Spec(BaseModel):
+    """What readers of records need to know of a specification."""
+
+    benchmark: str
+    seed: int
+    n_tasks: Annotated[int, Ge(1), Le(100_000)]
+    max_epochs: int | None
+    recipe: _Budget
+    stream: dict[str, Any]
+    network: dict[str, Any]
+
+
 class Record(_Frozen):
     """Everything that a run measured."""
 
@@ -134,6 +151,16 @@ class Record(_Frozen):
     joint_accuracy: list[float | None] = Field(default=[], exclude=True)
     """A*_i for each task i: its accuracy after joint training on tasks 1..i, as other runs have measured it. It is not
     part of ``record.json``; ``with_joint`` looks it up."""
+
+    @model_validator(mode="after")
+    def _readable(self) -> Record:
+        """Refuse what tables and figures could not read."""
+        _Spec.model_validate(self.spec)
+        for stream, matrix in self.accuracy.items():
+            columns = {len(row) for row in matrix}
+            if len(columns) > 1 or len(matrix) > min(columns, default=0):
+                raise ValueError(f"the rows of the accuracy matrix of {stream!r} do not have a column for each task")
+        return self
 
     @property
     def benchmark(self) -> str:
@@ -180,7 +207,7 @@ def parse_record(text: str | bytes, where: str = "the record") -> Record:
 def read_record(path: Path) -> Record:
     """The record in a file; raises a RecordError if it is corrupt, foreign or of a newer version."""
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
     return parse_record(text, str(path))
@@ -197,8 +224,13 @@ def with_joint(records: Sequence[Record]) -> list[Record]:
     Joint training on the first i tasks gives A*_i to all runs of the same seed, stream, network and budget. None stands
     where there is no such run that is done, and where there are two with different settings.
     """
-    joint = [record for record in records if record.is_joint and record.status == "done"]
+    joint = [record for record in records if record.is_joint and record.status == "done" and _has_all_tasks(record)]
     return [record.model_copy(update={"joint_accuracy": _joint_accuracy(record, joint)}) for record in records]
+
+
+def _has_all_tasks(record: Record) -> bool:
+    matrix = record.accuracy.get("test")
+    return matrix is not None and len(matrix) > 0 and len(matrix[-1]) >= int(record.spec["n_tasks"])
 
 
 def _joint_accuracy(record: Record, joint: Sequence[Record]) -> list[float | None]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from became_avalanche.files import sealed_json, suggestion, unsealed
+from became_avalanche.files import read_file, sealed_json, suggestion, unsealed
 from became_avalanche.results.record import References
 from became_avalanche.runs.components import (
     NETWORKS,
@@ -187,7 +187,7 @@ def read_spec(path: Path) -> RunSpec:
 def read_values(path: Path) -> dict[str, Any]:
     """The plain values in a ``spec.json``; raises a SpecError if it is corrupt, foreign or of a newer version."""
     try:
-        values = unsealed(path.read_bytes(), str(path), "the specification of a run", SCHEMA)
+        values = unsealed(read_file(path), str(path), "the specification of a run", SCHEMA)
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import IO, Any
 
-from became_avalanche.files import UserError, write_atomically
+from became_avalanche.files import UserError, open_regular, read_file, write_atomically
 from became_avalanche.results.record import Record, RecordError, References, read_record
 from became_avalanche.runs.spec import RunSpec, SpecError, read_values
 
@@ -66,7 +66,7 @@ class RunFolder:
     def log(self, text: str) -> None:
         """Append a line with the time to ``log.txt``."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        with self._explained(), open(self.path / "log.txt", "a") as file:
+        with self._explained(), open(self.path / "log.txt", "a", opener=_no_link) as file:
             file.write(f"{now} {text.rstrip()}\n")
 
     def _write(self, name: str, content: str) -> None:
@@ -141,7 +141,7 @@ class RunFolder:
 
     def _lock_file(self) -> IO[bytes]:
         with self._explained():
-            return open(self.path / "lock", "a+b", buffering=0)
+            return open(self.path / "lock", "a+b", buffering=0, opener=_no_link)
 
     def _acquire(self, file: IO[bytes], patience: float) -> None:
         end = monotonic() + patience
@@ -158,7 +158,7 @@ class RunFolder:
     def holder(self) -> str | None:
         """Who trains this run now, or None."""
         try:
-            with open(self.path / "lock") as file:
+            with open(self.path / "lock", opener=_no_link) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _owner(self.path / "lock")
@@ -178,11 +178,16 @@ class RunFolder:
             ) from error
 
 
+def _no_link(path: str, flags: int) -> int:
+    """Open a file of a run, but no link, which may lead to a file elsewhere, and no pipe, which may block."""
+    return open_regular(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _owner(lock: Path) -> str:
     try:
-        owner = json.loads(lock.read_bytes())
+        owner = json.loads(read_file(lock))
         return f"process {owner['pid']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return "another process"
 
 
@@ -227,6 +232,8 @@ class Store:
     def open(self, spec: RunSpec) -> RunFolder:
         """The folder of a run, made if need be."""
         folder = self.folder(spec)
+        if folder.path.is_symlink():  # of somebody else's study, perhaps: nothing is written outside of the folder
+            raise StoreError(f"{folder.path} is a link to {folder.path.resolve()}; put the folder itself in its place")
         with folder._explained():
             folder.path.mkdir(parents=True, exist_ok=True)
         return folder

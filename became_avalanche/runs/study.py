@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
+from became_avalanche.files import read_file
 from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.record import Record, RecordError, with_joint
 from became_avalanche.runs.catalogue import find_benchmark
@@ -26,6 +27,10 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+MOST_SEEDS = 1000
+"""More are a typing mistake."""
 
 
 class StudyMethod(BaseModel):
@@ -77,8 +82,10 @@ class Study(BaseModel):
     @field_validator("name")
     @classmethod
     def _file_name(cls, value: str) -> str:
-        if not value or set(value) & set("/\\"):
-            raise SpecError(f"it is part of file names, so it must have letters and no slashes; got {value!r}")
+        if not 0 < len(value) <= 100 or set(value) & set("/\\") or not value.isprintable():
+            raise SpecError(
+                f"it is part of file names, so it must have 1 to 100 printable characters and no slashes; got {value!r}"
+            )
         return value
 
     @field_validator("benchmarks")
@@ -91,8 +98,8 @@ class Study(BaseModel):
     def _count(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             return value
-        if value < 1:
-            raise SpecError(f"a number of seeds is at least 1; got {value}")
+        if not 1 <= value <= MOST_SEEDS:
+            raise SpecError(f"a number of seeds is from 1 to {MOST_SEEDS}; got {value}")
         return list(range(value))
 
     @field_validator("seeds")
@@ -104,9 +111,11 @@ class Study(BaseModel):
     def read(cls, path: Path) -> Study:
         """The study in a TOML file; its name is that of the file by default."""
         try:
-            content = tomllib.loads(path.read_bytes().decode())
+            content = tomllib.loads(read_file(path).decode())
         except OSError as error:
             raise SpecError(f"cannot read {path}: {error.strerror}") from None
+        except RecursionError:
+            raise SpecError(f"{path} is not valid TOML: it is nested too deeply") from None
         except ValueError as error:
             raise SpecError(f"{path} is not valid TOML: {error}") from None
         study: Study = validated(cls, {"name": path.stem, **content}, str(path))

@@ -15,7 +15,7 @@ from torch import nn
 
 from became_avalanche.strategy.adapters import Adapter, adapter_of, unsaved_metrics
 from became_avalanche.strategy.heads import load_model_state, model_state
-from became_avalanche.strategy.statefile import read_state, write_state
+from became_avalanche.strategy.statefile import StateFileError, read_state, write_state
 
 KIND = "strategy"
 
@@ -74,7 +74,11 @@ def load_strategy(
         has dynamic modules other than Avalanche's ``MultiHeadClassifier`` and ``IncrementalClassifier``.
     :param stateless: as in ``save_strategy``.
     """
-    load_strategy_state(strategy, read_state(path, kind=KIND), experiences, stateless=stateless)
+    state = read_state(path, kind=KIND)
+    try:
+        load_strategy_state(strategy, state, experiences, stateless=stateless)
+    except (LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+        raise StateFileError(f"{path} does not hold the state of such a strategy: {error!r}") from error
 
 
 def not_resumable(strategy: SupervisedTemplate, *, stateless: Collection[object] = ()) -> list[str]:
@@ -173,8 +177,12 @@ def _load_optimizer_state(strategy: SupervisedTemplate, state: Mapping[str, Any]
             f"the saved optimizer has {len(state['groups'])} parameter groups, this one has "
             f"{len(optimizer.param_groups)}; build it in the same way"
         )
-    replaced = {name: nn.Parameter(torch.zeros(shape)) for name, shape in state["replaced"].items()}
-    parameters = {**dict(strategy.model.named_parameters()), **replaced}
+    parameters = dict(strategy.model.named_parameters())
+    for name, shape in state["replaced"].items():
+        now = parameters[name].shape
+        if len(shape) != len(now) or any(old not in range(new + 1) for old, new in zip(shape, now, strict=True)):
+            raise ValueError(f"{name} has the shape {tuple(now)} and cannot have been larger before: {tuple(shape)}")
+        parameters[name] = nn.Parameter(torch.zeros(shape))
     for group, names in zip(optimizer.param_groups, state["groups"], strict=True):
         group["params"] = [parameters[name] for name in names]
     optimizer.load_state_dict(state["state"])
@@ -200,6 +208,8 @@ def _random_state() -> dict[str, Any]:
 def _load_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+    if state["numpy"]["state"]["pos"] not in range(len(key) + 1):  # NumPy would read beyond its memory
+        raise ValueError("the random state of NumPy is damaged")
     np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():

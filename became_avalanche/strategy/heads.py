@@ -67,6 +67,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], experiences: It
         _add_heads(_module(model, name), labels)
     for name, units in state["units"].items():
         head = _module(model, name)
+        if units != len(state["tensors"][f"{name}.classifier.weight" if name else "classifier.weight"]):
+            raise ValueError(f"the saved model says that the head {name!r} has {units} units, which its weight has not")
         if head.classifier.out_features != units:
             head.classifier = nn.Linear(head.classifier.in_features, units)
     model.to(device)

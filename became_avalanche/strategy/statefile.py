@@ -7,17 +7,19 @@ the metadata, next to the kind of the file, the version of the format and a chec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from became_avalanche.files import write_atomically
+from became_avalanche.files import read_file, write_atomically
 
 SCHEMA = 1
 """Version of the format. Raise it with every change that an older reader would misunderstand."""
@@ -52,21 +54,26 @@ def read_state(path: str | PathLike[str], *, kind: str) -> dict[Any, Any]:
     :param kind: what the file should hold.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise StateFileError(f"cannot read {path}: {error.strerror}") from None
     metadata = _metadata(data, path)
     checksum = metadata["sha256"]
     if sha256(_with_checksum(data, checksum, _UNSIGNED)).hexdigest() != checksum:
         raise StateFileError(f"{path} is damaged: its content does not match its checksum")
-    if int(metadata["schema"]) > SCHEMA:
+    if metadata["schema"] not in map(str, range(SCHEMA + 1)):
         raise StateFileError(
             f"{path} has schema version {metadata['schema']}, and this version of became-avalanche reads up to "
             f"{SCHEMA}: upgrade the package"
         )
     if metadata["kind"] != kind:
         raise StateFileError(f"{path} holds a state of the kind {metadata['kind']!r}, not {kind!r}")
-    state: dict[Any, Any] = _decoded(json.loads(metadata["content"]), load(data))
+    try:
+        state = _decoded(json.loads(metadata["content"]), load(data))
+    except (SafetensorError, ValueError, LookupError, TypeError, OverflowError, RecursionError, RuntimeError) as error:
+        raise StateFileError(f"{path} is damaged: {error}") from error
+    if not isinstance(state, dict):
+        raise StateFileError(f"{path} is damaged: it holds a {type(state).__name__} instead of a dict")
     return state
 
 
@@ -76,14 +83,18 @@ def _metadata(data: bytes, path: str | PathLike[str]) -> dict[str, str]:
     try:
         header = json.loads(data[8 : 8 + size])
         metadata: dict[str, str] = header["__metadata__"]
-        end = max([info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"], default=0)
+        ends = [int(info["data_offsets"][1]) for name, info in header.items() if name != "__metadata__"]
         missing = {"kind", "schema", "content", "sha256"} - metadata.keys()
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise StateFileError(f"{path} is not a state file, or it is truncated or damaged") from None
+        texts = all(isinstance(value, str) for value in metadata.values())
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
+        texts = False
+    if not texts:
+        raise StateFileError(f"{path} is not a state file, or it is truncated or damaged")
     if missing:
         raise StateFileError(f"{path} is not a state file: its metadata lacks {', '.join(sorted(missing))}")
-    if len(data) != 8 + size + end:
-        raise StateFileError(f"{path} is truncated or damaged: it has {len(data)} bytes instead of {8 + size + end}")
+    expected = 8 + size + max(ends, default=0)
+    if len(data) != expected:
+        raise StateFileError(f"{path} is truncated or damaged: it has {len(data)} bytes instead of {expected}")
     return metadata
 
 
@@ -116,17 +127,21 @@ def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
 def _strides(tensor: Tensor) -> list[int] | None:
     """The strides of a tensor, since products round differently in another layout.
 
-    None if it is contiguous, or if its elements share memory, as after ``expand``.
+    None if it is contiguous, if its elements share memory, as after ``expand``, or if there are wide gaps between them.
     """
-    if tensor.is_contiguous():
-        return None
+    strides = list(tensor.stride())
+    return None if tensor.is_contiguous() or not _is_compact(tensor.shape, strides) else strides
+
+
+def _is_compact(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements with these strides share no memory, and need at most four times as much as without gaps."""
     span = 1  # of the dimensions so far, in elements
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
             if stride < span:
-                return None
+                return False
             span += stride * (size - 1)
-    return list(tensor.stride())
+    return span <= 4 * prod(shape)
 
 
 def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -135,7 +150,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     tag, *items = value
     if tag == "tensor":
         tensor, strides = tensors[str(items[0])], items[1]
-        if strides is None:
+        if strides is None or not _is_compact(tensor.shape, strides):
             return tensor.clone()  # in memory of its own
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
     if tag == "dict":

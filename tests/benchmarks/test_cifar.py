@@ -150,7 +150,7 @@ class Hostile:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "ends too early|Ran out of input"),
+        (b"", "cannot mmap an empty file"),
         (b"not a pickle", "is corrupt"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, protocol=2)[:-20], "is corrupt"),
         (pickle.dumps({"data": Hostile()}, protocol=2), r"asks for (posix|nt)\.system"),

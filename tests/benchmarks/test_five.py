@@ -210,7 +210,7 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
         ("svhn", SVHN, half, "not a readable file of SVHN"),
         ("svhn", SVHN, b"", "not a readable file of SVHN"),
         ("svhn", SVHN, b"x" * 999, "not a readable file of SVHN"),
-        ("svhn", SVHN, matrices(X=np.zeros(3), y=[1]), "not a file of SVHN"),
+        ("svhn", SVHN, matrices(X=np.zeros(3), y=[1]), "not a readable file of SVHN"),
         ("svhn", SVHN, matrices(y=[1]), "not a readable file of SVHN"),
         ("svhn", SVHN, matrices(X=np.zeros((32, 32, 3, 20), np.uint8), y=np.arange(20) % 10), "and 260 are expected"),
         ("notmnist", "notMNIST/Test", None, "neither idx files nor a folder Test"),

@@ -367,7 +367,7 @@ def test_labels_train_for_the_same_budget(limits, recipe_epochs, fair):
 
 
 def test_labels_may_differ_in_recipe_and_network():
-    other = made_up("sgp", 0, spec=make_spec("sgp", 0, recipe={"name": "sgd"}, network={"name": "resnet"}))
+    other = made_up("sgp", 0, spec=make_spec("sgp", 0, recipe={"name": "sgd", "epochs": 1}, network={"name": "resnet"}))
     assert len(table([made_up("gpm", 0), other]).rows) == 2
 
 
