@@ -1,4 +1,4 @@
-.PHONY: test test-long docs demo tables speed dist clean
+.PHONY: test test-browser test-long docs demo tables speed dist clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,6 +10,14 @@ test: .venv/installed
 	$(BIN)/pytest
 	$(MAKE) docs
 
+# opens the report in Chromium, which is installed if need be and possible; without it, the tests are skipped
+test-browser: .venv/installed
+	@if ! { command -v chromium && command -v chromedriver; } >/dev/null; then \
+		timeout 600 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver' \
+			>/dev/null 2>&1 || echo "Please install Chromium and its driver (Debian: chromium, chromium-driver)."; \
+	fi
+	$(BIN)/pytest -m browser tests/results/test_browser.py
+
 test-long: .venv/installed
 	$(BIN)/pytest -m long
 
@@ -20,6 +28,8 @@ docs: .venv/installed
 demo: .venv/installed
 	$(BIN)/became compare --benchmark split-digits --seeds 3 --out runs/demo --engine processes \
 		--methods finetune,ewc,lwf,agem,er,finetune+became,gpm,gpm-2x,gpm+became
+	@echo
+	$(BIN)/became report runs/demo
 
 tables: .venv/installed
 	$(BIN)/python -m experiments.tables

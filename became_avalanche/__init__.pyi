@@ -39,6 +39,7 @@ from .results.record import MergeRecord as MergeRecord
 from .results.record import Record as Record
 from .results.record import read_record as read_record
 from .results.record import read_records as read_records
+from .results.report import report as report
 from .runs.catalogue import Benchmark as Benchmark
 from .runs.catalogue import find_benchmark as find_benchmark
 from .runs.engines import Inline as Inline

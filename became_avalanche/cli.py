@@ -143,6 +143,21 @@ def study(file: Path, dry_run: bool, out: Path, **options: Any) -> None:
 
 @became.command()
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@execution
+def run(file: Path, out: Path, **options: Any) -> None:
+    """Train the one run whose specification is in FILE, the spec.json of a run.
+
+    A finished run in --out is kept. To repeat a run, choose another folder.
+    """
+    _quiet()
+    from became_avalanche.runs.spec import read_spec
+
+    spec = read_spec(file)
+    _run_specs(lambda: [spec], out, show=_show_run, **options)
+
+
+@became.command()
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @OUT
 def status(file: Path, out: Path) -> None:
     """Show which runs of the study in the TOML file FILE are done, running, interrupted, failed or missing."""
@@ -157,6 +172,32 @@ def status(file: Path, out: Path) -> None:
         click.echo(f"{status.state:12} {name}" + (f": {status.note}" if status.note else ""))
     counts = Counter(status.state for status in statuses)
     click.echo(f"\n{len(statuses)} runs: " + ", ".join(f"{number} {state}" for state, number in counts.items()))
+
+
+@became.command()
+@SOURCE
+@OUT
+@click.option(
+    "--file", type=click.Path(path_type=Path, dir_okay=False), help="Where to write the page. Default: beside the runs."
+)
+def report(source: Path, out: Path, file: Path | None) -> None:
+    """Write the results of SOURCE as one HTML page that opens in any browser, without a network.
+
+    SOURCE is a folder of runs, the folder of one run, or the TOML file of a study.
+    """
+    from became_avalanche.files import write_atomically
+    from became_avalanche.results.report import report as page
+
+    if not source.is_dir():
+        _quiet()
+    title = source.resolve().name if source.is_dir() else source.stem
+    file = file or (source / "report.html" if source.is_dir() else out / f"{title}-report.html")
+    records = [record for group in _comparisons(source, out) for record in group]
+    try:
+        write_atomically(file, page(records, title))
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}; choose another place with --file") from None
+    click.echo(f"Report: {file}\nOpen it in a browser: {file.resolve().as_uri()}")
 
 
 @became.command()
@@ -294,11 +335,11 @@ def _comparisons(source: Path, out: Path) -> list[list[Record]]:
     :param out: the folder of the runs of a study.
     """
     from became_avalanche.results.record import read_record, read_records
-    from became_avalanche.results.tables import comparisons, in_order
+    from became_avalanche.results.tables import comparisons, in_families, in_order
 
     if source.is_dir():
         alone = source / "record.json"
-        records = [read_record(alone)] if alone.exists() else read_records(source)
+        records = [read_record(alone)] if alone.exists() else in_families(read_records(source))
     else:
         from became_avalanche.runs.store import Store
         from became_avalanche.runs.study import Study, records_of
@@ -313,8 +354,14 @@ def _comparisons(source: Path, out: Path) -> list[list[Record]]:
 # ----------------------------------------------------------------------------------------------------------- studies
 
 
-def _run_study(
-    study: Study,
+def _run_study(study: Study, out: Path, **options: Any) -> None:
+    """Train what is missing and show the tables."""
+    group = None if study.name == COMPARISON else study.name
+    _run_specs(study.specs, out, show=lambda specs, store: _show(study, specs, store), group=group, **options)
+
+
+def _run_specs(
+    make_specs: Callable[[], Sequence[RunSpec]],
     out: Path,
     data: Path,
     engine: str,
@@ -322,15 +369,17 @@ def _run_study(
     address: str | None,
     wandb: str | None,
     keep: Any,
+    show: Callable[[Sequence[RunSpec], Store], None],
+    group: str | None = None,
 ) -> None:
-    """Train what is missing and show the tables."""
+    """Train what is missing and show what came out."""
     chosen_engine = _engine(engine, workers, address)  # first: it may import torch in another process meanwhile
     from became_avalanche.runs.progress import Progress
     from became_avalanche.runs.run import Local
     from became_avalanche.runs.store import Store
     from became_avalanche.runs.study import missing, status_of
 
-    specs, store = study.specs(), Store(out)
+    specs, store = make_specs(), Store(out)
     store.make_writable()
     statuses = status_of(specs, store)
     for status in statuses:
@@ -341,7 +390,7 @@ def _run_study(
         _check(wanted, data)
         if wandb is not None:
             _check_wandb()
-    local = Local(data=data, keep=keep, wandb=wandb, group=None if study.name == COMPARISON else study.name)
+    local = Local(data=data, keep=keep, wandb=wandb, group=group)
     outcomes: list[Outcome] = []
     try:
         with Progress({spec.key(): spec for spec in wanted}, done=len(specs) - len(wanted)) as progress:
@@ -357,7 +406,7 @@ def _run_study(
             err=True,
         )
         sys.exit(130)
-    _show(study, specs, store)
+    show(specs, store)
     problems = [outcome for outcome in outcomes if outcome.record is None or outcome.record.status != "done"]
     if any(outcome.record is None or outcome.record.status == "failed" for outcome in problems):
         click.echo("\nSome runs failed. Rerun the same command to try them again.", err=True)
@@ -410,6 +459,16 @@ def _show_plan(study: Study, out: Path, workers: int | None) -> None:
     total = f", about {duration(sum(known) / (workers or os.cpu_count() or 1))}" if known else ""
     unknown = f" and {len(wanted) - len(known)} runs without estimate" if known and len(known) < len(wanted) else ""
     click.echo(f"{len(wanted)} of {len(statuses)} runs to train{total}{unknown}")
+
+
+def _show_run(specs: Sequence[RunSpec], store: Store) -> None:
+    """Print the result of a single run, and name its folder."""
+    from became_avalanche.results.tables import table
+    from became_avalanche.runs.study import records_of
+
+    if records := records_of(specs, store):
+        click.echo(f"\n{_title(records)}, seed {records[0].seed}\n\n{table(records).text()}")
+        click.echo(f"\nRun: {store.root / records[0].key}")
 
 
 def _show(study: Study, specs: Sequence[RunSpec], store: Store) -> None:

@@ -12,7 +12,7 @@ import wandb
 
 from became_avalanche import DivergenceError
 from became_avalanche.cli import main
-from became_avalanche.results.record import read_records
+from became_avalanche.results.record import read_record, read_records
 from became_avalanche.runs import catalogue
 from became_avalanche.runs.session import Session
 from tests.results.records import made_up, make_spec
@@ -64,7 +64,7 @@ def test_help_is_quick_because_torch_is_not_imported():
 def test_without_a_command_there_is_help(became):
     code, out, err = became()
     assert (code, err) == (0, "")
-    assert all(command in out for command in ("compare", "study", "status", "presets", "data"))
+    assert all(command in out for command in ("compare", "study", "run", "status", "report", "presets", "data"))
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,11 @@ def test_without_a_command_there_is_help(became):
         ("table .", "there are no records of runs in ."),
         ("table small.toml", "there are no records of runs in runs"),
         ("table small.toml --format html", "'--format'"),
+        ("run nowhere.json", "'nowhere.json' does not exist"),
+        ("run wrong.toml", "wrong.toml is corrupt: "),
+        ("report nowhere", "'nowhere' does not exist"),
+        ("report .", "there are no records of runs in ."),
+        ("report wrong.toml", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
         ("presets 6-datasets", "unknown benchmark '6-datasets'; did you mean '5-datasets'?"),
         ("campare", "No such command 'campare'"),
     ],
@@ -237,6 +242,33 @@ def test_finished_runs_are_used_again(became, monkeypatch, tmp_path):
     assert set(trained) == {"sgp"}
     assert "(2 of 2 runs)" in err
     assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_report_of_a_folder_and_of_a_study_and_repeating_a_run(became, file, tmp_path):
+    assert compare(became, "gpm,sgp", "--tasks", "2")[0] == 0
+    code, out, _ = became("report", "runs")
+    page = tmp_path / "runs" / "report.html"
+    assert (code, out) == (0, f"Report: runs/report.html\nOpen it in a browser: {page.as_uri()}\n")
+    assert "Two methods learned the two tasks of blobs" in page.read_text()
+
+    code, out, err = became("report", file, "--file", "mine.html")
+    assert (code, err) == (0, "")
+    text = (tmp_path / "mine.html").read_text()  # the study has gpm, too, but not this sgp
+    assert "<h1>small</h1>" in text
+    assert "One method learned the two tasks of blobs" in text
+    code, out, err = became("report", file, "--file", "no/where.html")
+    assert (code, err) == (
+        2,
+        "became: cannot write no/where.html: No such file or directory; choose another place with --file\n",
+    )
+
+    (spec,) = (tmp_path / "runs").glob("*.gpm.*/spec.json")
+    code, out, _ = became("run", str(spec), "--out", "repeated")
+    assert code == 0
+    assert out.endswith(f"Run: repeated/{spec.parent.name}\n")
+    first, again = (read_record(tmp_path / root / spec.parent.name / "record.json") for root in ("runs", "repeated"))
+    assert again.accuracy == first.accuracy
+    assert again.tasks[0].seconds != first.tasks[0].seconds
 
 
 def test_the_same_method_by_two_names_is_one_row(became):

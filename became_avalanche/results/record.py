@@ -17,6 +17,8 @@ from became_avalanche.files import UserError, read_file, sealed_json, unsealed
 
 SCHEMA = 1
 """Version of the format. Raise it with every change that an older reader would misunderstand."""
+SPEC_SCHEMA = 1
+"""Version of the specification, in ``spec.json`` and in a record. Raise it as ``SCHEMA``."""
 
 Status = Literal["running", "done", "diverged", "failed"]
 Matrix = list[list[float | None]]
@@ -258,3 +260,11 @@ def same_budget(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
         return True
     free, limited = sorted((first, second), key=lambda spec: spec["max_epochs"] is not None)
     return free["max_epochs"] is None and bool(free["recipe"]["epochs"] <= limited["max_epochs"])
+
+
+def last_line(error: str) -> str:
+    """The last line of a traceback, which says what happened, without the module of the error's class."""
+    line = (error.strip().splitlines() or [""])[-1]
+    name, colon, message = line.partition(": ")
+    known = all(part.isidentifier() for part in name.split("."))
+    return f"{name.rpartition('.')[2]}{colon}{message}" if known else line

@@ -26,7 +26,7 @@ SHARED = ("benchmark", "stream", "n_tasks")
 
 
 @dataclass(frozen=True)
-class _Format:
+class Format:
     """How a table prints the values of a unit."""
 
     width: int
@@ -48,13 +48,13 @@ class _Format:
         return self.spread(spread, self.sign) if self.with_std else self.number(spread.mean, self.sign)
 
 
-_FORMATS: Mapping[Unit, _Format] = {
-    "percent": _Format(width=15, decimals=2, scale=100, with_std=True),
-    "points": _Format(width=15, decimals=2, scale=100, sign="+", with_std=True),
-    "ratio": _Format(width=13, decimals=3, with_std=True),
-    "count": _Format(width=7, decimals=0),
-    "seconds": _Format(width=7, decimals=1),
-    "bytes": _Format(width=10, decimals=2, scale=2**-20),
+FORMATS: Mapping[Unit, Format] = {
+    "percent": Format(width=15, decimals=2, scale=100, with_std=True),
+    "points": Format(width=15, decimals=2, scale=100, sign="+", with_std=True),
+    "ratio": Format(width=13, decimals=3, with_std=True),
+    "count": Format(width=7, decimals=0),
+    "seconds": Format(width=7, decimals=1),
+    "bytes": Format(width=10, decimals=2, scale=2**-20),
 }
 
 
@@ -168,7 +168,7 @@ class Table:
         """The table as CSV: fractions, counts, seconds and bytes with six digits, empty where nothing was measured."""
         names = ["method"]
         for metric in self.metrics:
-            with_std = _FORMATS[metric.unit].with_std
+            with_std = FORMATS[metric.unit].with_std
             names += [f"{metric.name}_mean", f"{metric.name}_std"] if with_std else [metric.name]
         shown = self._published()
         names += [f"published_{metric.name}_{part}" for metric in shown for part in ("mean", "std")]
@@ -182,7 +182,7 @@ class Table:
             for metric in self.metrics:
                 value = row.values[metric.name]
                 mean, std = (value.mean, value.std) if value else (None, None)
-                numbers += [mean, std] if _FORMATS[metric.unit].with_std else [mean]
+                numbers += [mean, std] if FORMATS[metric.unit].with_std else [mean]
             for metric in shown:
                 value = row.published.get(metric.name)
                 numbers += [value.mean, value.std] if value else [None, None]
@@ -228,7 +228,7 @@ class Table:
     def _columns(self) -> list[_Column]:
         columns, shown = [], self._published()
         for metric in self.metrics:
-            style = _FORMATS[metric.unit]
+            style = FORMATS[metric.unit]
             cells = [style.cell(row.values[metric.name]) for row in self.rows]
             columns.append(_Column(metric.heading, cells, self.ranks(metric), style.width))
             if metric in shown:
@@ -342,7 +342,7 @@ class Gain:
 
     def short(self) -> str:
         """As ``+0.72 [+0.16, +1.28]``, with the 95 % interval if there is more than one seed."""
-        style = _FORMATS[self.metric.unit]
+        style = FORMATS[self.metric.unit]
         interval = self.paired.interval and ", ".join(style.number(bound, "+") for bound in self.paired.interval)
         return style.number(self.paired.gain.mean, "+") + (f" [{interval}]" if interval else "")
 
@@ -354,7 +354,7 @@ class Gain:
 
         :param interval: whether to add what is in parentheses.
         """
-        style, gain = _FORMATS[self.metric.unit], self.paired.gain
+        style, gain = FORMATS[self.metric.unit], self.paired.gain
         name = self.metric.title
         unit = f"points of {name}" if self.metric.unit in ("percent", "points") else name
         line = f"{self.label} over {self.over}: {style.spread(gain, '+')} {unit}"
@@ -422,6 +422,16 @@ def in_order(records: Iterable[Record], labels: Sequence[str]) -> list[Record]:
     place = {label: index for index, label in enumerate(labels)}
     groups = by_label(records)
     return [run for label in sorted(groups, key=lambda label: place.get(label, len(place))) for run in groups[label]]
+
+
+def in_families(records: Iterable[Record]) -> list[Record]:
+    """The records with each method, its control and its merges together, and joint training last."""
+
+    def place(record: Record) -> tuple[bool, str, bool, bool, str]:
+        base, merge, _ = record.method.partition("+")
+        return record.is_joint, base.removesuffix("-2x"), bool(merge), base.endswith("-2x"), record.label
+
+    return sorted(records, key=place)
 
 
 def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:

@@ -11,7 +11,7 @@ from typing import Literal
 from tqdm import tqdm
 
 from became_avalanche.results.metrics import METRICS, Metric
-from became_avalanche.results.record import Record
+from became_avalanche.results.record import Record, last_line
 from became_avalanche.runs.spec import RunSpec
 
 
@@ -143,14 +143,6 @@ def _values(record: Record) -> list[tuple[Metric, float]]:
 
 def _stages(spec: RunSpec) -> int:
     return 1 + (spec.n_trainings - 1) * spec.method.n_stages
-
-
-def last_line(error: str) -> str:
-    """The last line of a traceback, which says what happened, without the module of the error's class."""
-    line = (error.strip().splitlines() or [""])[-1]
-    name, colon, message = line.partition(": ")
-    known = all(part.isidentifier() for part in name.split("."))
-    return f"{name.rpartition('.')[2]}{colon}{message}" if known else line
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from became_avalanche.files import read_file, sealed_json, suggestion, unsealed
-from became_avalanche.results.record import References
+from became_avalanche.results.record import SPEC_SCHEMA, References
 from became_avalanche.runs.components import (
     NETWORKS,
     STREAMS,
@@ -27,9 +27,6 @@ from became_avalanche.runs.components import (
 from became_avalanche.runs.components import SpecError as SpecError
 from became_avalanche.runs.method import Method
 from became_avalanche.runs.recipes import RECIPES, AnyRecipe, at_most
-
-SCHEMA = 1
-"""Version of ``spec.json``. Raise it with every change that an older reader would misunderstand."""
 
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 
@@ -170,7 +167,7 @@ class RunSpec(BaseModel):
 
     def to_json(self) -> str:
         """The text of ``spec.json``, with the default of every option of the method's plugins."""
-        return sealed_json({"schema_version": SCHEMA, **self.completed().model_dump(mode="json")})
+        return sealed_json({"schema_version": SPEC_SCHEMA, **self.completed().model_dump(mode="json")})
 
 
 def parse_spec(content: Any, where: str = "the specification") -> RunSpec:
@@ -187,7 +184,7 @@ def read_spec(path: Path) -> RunSpec:
 def read_values(path: Path) -> dict[str, Any]:
     """The plain values in a ``spec.json``; raises a SpecError if it is corrupt, foreign or of a newer version."""
     try:
-        values = unsealed(read_file(path), str(path), "the specification of a run", SCHEMA)
+        values = unsealed(read_file(path), str(path), "the specification of a run", SPEC_SCHEMA)
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -15,11 +15,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, mo
 
 from became_avalanche.files import read_file
 from became_avalanche.results.metrics import METRICS
-from became_avalanche.results.record import Record, RecordError, with_joint
+from became_avalanche.results.record import Record, RecordError, last_line, with_joint
 from became_avalanche.runs.catalogue import find_benchmark
 from became_avalanche.runs.components import Options
 from became_avalanche.runs.method import MergeSettings, Method
-from became_avalanche.runs.progress import last_line
 from became_avalanche.runs.spec import RunSpec, Seed, SpecError, validated
 from became_avalanche.runs.store import Store
 

@@ -8,7 +8,8 @@ import termios
 
 import pytest
 
-from became_avalanche.runs.progress import Event, Progress, duration, last_line
+from became_avalanche.results.record import last_line
+from became_avalanche.runs.progress import Event, Progress, duration
 from tests.runs.components import BLOBS, record_of
 
 MERGED, JOINT = BLOBS.spec("gpm+became", 1), BLOBS.spec("joint")
