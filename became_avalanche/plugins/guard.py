@@ -26,7 +26,7 @@ class Step:
     """What guards need to know of the optimizer in a step."""
 
     linear: bool
-    """Whether the optimizer is SGD, whose updates are linear in the gradients and the weights."""
+    """Whether the update is that of SGD, linear in the weights and in the gradients as they are now."""
     momentum: bool
     fresh: bool
     """Whether the optimizer remembers nothing of earlier steps."""
@@ -34,10 +34,13 @@ class Step:
     """``id`` of a parameter -> its weight decay."""
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> Step:
+    def of(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> Step:
+        optimizer = strategy.optimizer
         groups = optimizer.param_groups
         return Step(
-            linear=type(optimizer) is torch.optim.SGD and not any(group["maximize"] for group in groups),
+            linear=type(optimizer) is torch.optim.SGD
+            and not any(group["maximize"] for group in groups)
+            and gradients_are_final(strategy, plugin),
             momentum=any(group.get("momentum", 0) for group in groups),
             fresh=not optimizer.state,
             decays={id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]},
@@ -65,6 +68,7 @@ class Guard:
         parameters: list[nn.Parameter],
         project: Callable[[Tensor], Tensor],
         layers: Sequence[Layer] = (),
+        outputs: Tensor | None = None,
     ) -> None:
         """Init.
 
@@ -72,12 +76,13 @@ class Guard:
         :param parameters: the weight, and the bias if that is protected with it.
         :param project: what to apply to rows (groups, out, d).
         :param layers: the layers that use the weight; none for a frozen parameter.
+        :param outputs: which outputs are protected, True or False for each of them; all if None.
         """
-        self.parameters, self.project = parameters, project
+        self.parameters, self.project, self._outputs = parameters, project, outputs
         self._layout = layers[0] if layers else None
         self._layers: list[Any] = [layer.module for layer in layers if layer.takes_rows]
         self._backward: ProjectedBackward | None = None
-        if self._layers and isinstance(project, Projector):
+        if self._layers and isinstance(project, Projector) and outputs is None:
             backward = ProjectedBackward(project, ones=len(parameters) > 1)
             self._backward = backward if backward.may_pay(self._layers[0]) else None
         self._entered: list[nn.Module] = []
@@ -169,8 +174,13 @@ class Guard:
 
     def _projected(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._layout is None:
-            return [self.project(tensor) for tensor in tensors]
-        return self._layout.from_rows(self.project(self._layout.rows(tensors)), tensors)
+            projected = [self.project(tensor) for tensor in tensors]
+        else:
+            projected = self._layout.from_rows(self.project(self._layout.rows(tensors)), tensors)
+        if self._outputs is None:
+            return projected
+        where = [self._outputs.reshape(-1, *[1] * (tensor.dim() - 1)) for tensor in tensors]
+        return [torch.where(*each) for each in zip(where, projected, tensors, strict=True)]
 
     def _in_gradient(self, step: Step) -> bool:
         """Whether projected gradients are projected updates."""
@@ -188,6 +198,19 @@ def _has_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
+def gradients_are_final(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> bool:
+    """Whether the optimizer takes the gradients as ``plugin`` leaves them in its ``before_update``.
+
+    It does not if a later plugin changes them, or if the strategy makes its steps in a way of its own, as with a
+    closure that computes them anew.
+    """
+    plugins: list[object] = list(strategy.plugins)
+    later = [other for other in plugins[plugins.index(plugin) + 1 :] if not isinstance(other, EvaluationPlugin)]
+    return _is_usual(strategy, "training_epoch", "optimizer_step") and not any(
+        _is_overridden(other, "before_update") for other in later
+    )
+
+
 def gradients_are_private(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> bool:
     """Whether nobody but ``plugin`` can see gradients between the backward pass and the update.
 
@@ -196,18 +219,27 @@ def gradients_are_private(strategy: SupervisedTemplate, plugin: SupervisedPlugin
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
-    usual_loop = all(
-        getattr(type(strategy), name) is usual and name not in vars(strategy)
-        for name, usual in (("training_epoch", SGDUpdate.training_epoch), ("backward", BaseSGDTemplate.backward))
-    )
     observers: list[object] = []
     for other in strategy.plugins:
         if isinstance(other, EvaluationPlugin):
             observers += [*other.metrics, *other.loggers]
         elif other is not plugin:
             observers.append(other)
-    return usual_loop and not any(_is_overridden(observer, name) for observer in observers for name in _BETWEEN)
+    return _is_usual(strategy, "training_epoch", "backward") and not any(
+        _is_overridden(observer, name) for observer in observers for name in _BETWEEN
+    )
 
+
+def _is_usual(strategy: SupervisedTemplate, *names: str) -> bool:
+    """Whether these methods of the strategy are Avalanche's."""
+    return all(getattr(type(strategy), name) is _USUAL[name] and name not in vars(strategy) for name in names)
+
+
+_USUAL: dict[str, Any] = {
+    "training_epoch": SGDUpdate.training_epoch,
+    "backward": BaseSGDTemplate.backward,
+    "optimizer_step": BaseSGDTemplate.optimizer_step,
+}
 
 _BETWEEN = ("after_backward", "before_update")
 

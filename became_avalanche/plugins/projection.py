@@ -16,7 +16,8 @@ from became_avalanche.files import suggestion
 from became_avalanche.layers.model import LayerMap, map_layers
 from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.strategy.divergence import DivergenceError
-from became_avalanche.strategy.heads import growing_heads
+from became_avalanche.strategy.heads import growing_heads, task_heads, trained_outputs
+from became_avalanche.strategy.owner import has_weights
 from became_avalanche.strategy.passes import data_pass, mean_gradients
 from became_avalanche.strategy.protocols import Suspendable
 from became_avalanche.strategy.tasks import TaskPlugin, continues
@@ -39,8 +40,9 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     After each experience the method stores, per layer, which input directions matter (``update_memory``). In later
     experiences these directions (``protected``) are removed from what the optimizer does to the layer's weight.
 
-    Layers are found by module type: Linear and Conv1d/2d/3d. Task heads (``MultiHeadClassifier``,
-    ``IncrementalClassifier``) are left out. Parameters of normalisation layers are frozen after the first experience;
+    Layers are found by module type: Linear and Conv1d/2d/3d. Task heads (``MultiHeadClassifier``) are left out. Of a
+    single head that grows (``IncrementalClassifier``) the outputs that earlier experiences have trained are protected.
+    Parameters of normalisation layers are frozen after the first experience;
     their running statistics keep updating, which is a source of drift.
 
     The promise holds with any optimizer. Under SGD the gradient is projected, weight decay included; under any other
@@ -103,6 +105,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         """The layers of the model in the experience being trained; empty between experiences."""
         self._augmented: set[str]
         self._guards: list[Guard] = []
+        self._saw_update = False
         self._forget_experience()
 
     @abstractmethod
@@ -227,17 +230,22 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if self.experiences == 0:
             return
         parameters = dict(strategy.model.named_parameters())
-        frozen = list(self.layers.normalisation) if self.freezes_normalisation else []
+        frozen: dict[str, Tensor | None] = {}
+        if self.freezes_normalisation:
+            frozen.update(dict.fromkeys(self.layers.normalisation))
         for name in self.layers.protected:
             if name not in self.memory:  # new, or not used so far
                 continue
+            outputs = self._old_outputs(name, parameters[name])
             if self.bias != "free":
                 biases = [] if name in self._augmented else self.layers.biases.get(name, [])
-                frozen += [*biases, *self.layers.constants.get(name, [])]
+                frozen.update(dict.fromkeys([*biases, *self.layers.constants.get(name, [])], outputs))
             guarded = [parameters[part] for part in self.parts(name)]
             self.memory[name] = stored_like(self.memory[name], parameters[name])
-            self._guards.append(Guard(name, guarded, self.projector(name), self.layers.protected[name]))
-        self._guards += [Guard(name, [parameters[name]], torch.zeros_like) for name in dict.fromkeys(frozen)]
+            self._guards.append(Guard(name, guarded, self.projector(name), self.layers.protected[name], outputs))
+        self._guards += [
+            Guard(name, [parameters[name]], torch.zeros_like, outputs=outputs) for name, outputs in frozen.items()
+        ]
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         for guard in self._guards:
@@ -246,7 +254,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         guards = [guard for guard in self._guards if guard.in_backward]
         if guards and not self._suspensions and gradients_are_private(strategy, self):
-            step = Step.of(strategy.optimizer)
+            step = Step.of(strategy, self)
             for guard in guards:
                 guard.enter_forward(step)
 
@@ -256,7 +264,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
     @torch.no_grad()
     def before_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        step = Step.of(strategy.optimizer)
+        step = Step.of(strategy, self)
         for guard in self._guards:
             if self._suspensions:
                 guard.note_free_update()
@@ -265,6 +273,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
     @torch.no_grad()
     def after_update(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._saw_update = True
         if not self._suspensions:
             for guard in self._guards:
                 guard.after_update()
@@ -274,6 +283,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if continues(kwargs):
             self._forget_experience()
             return
+        self._warn_of_unseen_updates(strategy)
         refuse_divergence("the loss of the last batch", torch.as_tensor(strategy.loss))
         for name, parameter in trainable(strategy).items():
             refuse_divergence(name, parameter)
@@ -281,9 +291,15 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             observations = self.observe(strategy, kwargs.get("num_workers", 0))
             for name, observed in observations.items():
                 refuse_divergence(f"what was observed of {name}", observed.energy())
+            outputs = trained_outputs(strategy.model, strategy.experience)
             for name, observed in observations.items():
+                weight = self.layers.protected[name][0].weight
+                old = self._old_outputs(name, weight)
                 self.update_memory(name, observed)
-                self.memory[name] = stored_like(self.memory[name], self.layers.protected[name][0].weight)
+                if name in outputs:
+                    trained = outputs[name] if old is None else outputs[name] | old
+                    self.memory[name] = {**self.memory[name], "outputs": trained}
+                self.memory[name] = stored_like(self.memory[name], weight)
         self.experiences += 1
         self._forget_experience()
 
@@ -292,9 +308,23 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     def _forget_experience(self) -> None:
         self.layers = LayerMap()
         self._augmented = set()
+        self._saw_update = False
         for guard in self._guards:
             guard.leave_forward()  # in place if the model failed in its forward pass
         self._guards = []
+
+    def _warn_of_unseen_updates(self, strategy: SupervisedTemplate) -> None:
+        if self._guards and not self._saw_update and not has_weights(strategy.model, self._weights):
+            warnings.warn(
+                f"{type(strategy).__name__} has trained without calling before_update and after_update of its plugins, "
+                f"so {type(self).__name__} could not protect anything",
+                stacklevel=3,
+            )
+
+    def _old_outputs(self, name: str, weight: Tensor) -> Tensor | None:
+        """Which outputs of a single growing head earlier tasks have trained; None for any other layer."""
+        old = self.memory.get(name, {}).get("outputs")
+        return None if old is None else torch.cat([old, old.new_zeros(len(weight) - len(old))])
 
     def _map_layers(self, model: nn.Module) -> LayerMap:
         names = [*dict(model.named_modules()), *dict(model.named_parameters())]
@@ -302,7 +332,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             if name not in names:
                 hint = suggestion(name, filter(None, names))
                 raise ValueError(f"exclude names {name!r}, which the model does not have; {hint}")
-        layers = map_layers(model, skip=[*growing_heads(model), *self.exclude])
+        layers = map_layers(model, skip=[*task_heads(model), *self.exclude])
         self._complain(layers.unprotectable, "have parameters of a kind that cannot be protected")
         if not layers.protected:
             raise ValueError(

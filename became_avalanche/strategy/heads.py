@@ -27,6 +27,18 @@ def task_heads(model: nn.Module) -> dict[str, nn.Module]:
     return {name: head for name, head in growing_heads(model).items() if isinstance(head, MultiHeadClassifier)}
 
 
+def trained_outputs(model: nn.Module, experience: Any) -> dict[str, Tensor]:
+    """Which outputs of the single growing heads an experience trains, True or False, by the name of the weight."""
+    result = {}
+    for name, head in growing_heads(model).items():
+        if isinstance(head, IncrementalClassifier):
+            weight: Tensor = head.classifier.weight
+            trained = torch.zeros(len(weight), dtype=torch.bool)
+            trained[sorted(experience.classes_in_this_experience)] = True
+            result[f"{name}.classifier.weight".removeprefix(".")] = trained.to(weight.device)
+    return result
+
+
 def model_state(model: nn.Module) -> dict[str, Any]:
     """All parameters and buffers of a model, and what is needed to give a fresh model the same heads."""
     modules = dict(model.named_modules())

@@ -205,3 +205,92 @@ def test_steps_without_projection_do_not_return_through_the_momentum():
     assert (seen[1] - seen[0]).abs().max() > 1e-3  # the suspended step
     for later in seen[2:]:
         assert (later - seen[1]).abs().max() < 1e-5
+
+
+# ------------------------------------------------------------------------------------ gradients that are not final
+
+
+class Closure(Naive):
+    """Lets the optimizer compute the gradients anew, as LBFGS would need it."""
+
+    def optimizer_step(self):
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self._criterion(self.forward(), self.mb_y)
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+class ClosureInEpoch(Closure):
+    """A training loop of its own that does so."""
+
+    optimizer_step = Naive.optimizer_step
+
+    def training_epoch(self, **kwargs):
+        for batch in self.dataloader:
+            self.mbatch = batch
+            self._unpack_minibatch()
+            self.mb_output = self.forward()
+            self._before_update(**kwargs)
+            Closure.optimizer_step(self)
+            self._after_update(**kwargs)
+
+
+class ByHand(Naive):
+    """Makes the steps without an optimizer."""
+
+    @torch.no_grad()
+    def optimizer_step(self):
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+
+
+def disturb(strategy):
+    for parameter in strategy.model.features.parameters():
+        parameter.grad += 0.1 * torch.randn_like(parameter)
+
+
+UNUSUAL = {
+    "closure": (Closure, []),
+    "closure in a loop of its own": (ClosureInEpoch, []),
+    "steps by hand": (ByHand, []),
+    "a later plugin": (Naive, [Spy(before_update=disturb)]),
+    "a later plugin that clips": (Naive, [Spy(before_update=clip)]),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum and decay"])
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_old_outputs_stay_when_gradients_are_not_final(case, optimizer):
+    kind, others = UNUSUAL[case]
+    torch.manual_seed(0)
+    model, store = wide(), InputStore()
+    plugins = [GPMPlugin(1, n_samples=None), *others, store]
+    strategy = naive(model, plugins, OPTIMIZERS[optimizer](model.parameters()))
+    strategy.__class__ = kind
+    for experience in blobs(samples=8, shape=(30,)).train_stream:
+        strategy.train(experience)
+    assert excess_drift(store, 1) < 1e-4
+    first, last = store.experiences[0], store.experiences[-1]
+    assert not torch.equal(first["features.0"][1]["weight"], last["features.0"][1]["weight"])
+
+
+class Silent(ClosureInEpoch):
+    """Tells its plugins nothing."""
+
+    def _before_update(self, **kwargs):
+        pass
+
+    _after_update = _before_update
+
+
+def test_a_strategy_that_does_not_call_its_plugins_is_noticed():
+    strategy = naive(wide(), [GPMPlugin()])
+    strategy.__class__ = Silent
+    first, second, _ = blobs(samples=8, shape=(30,)).train_stream
+    strategy.train(first)
+    with pytest.warns(UserWarning, match=r"Silent has trained without calling before_update.*not protect"):
+        strategy.train(second)
