@@ -16,6 +16,7 @@ from .metrics.accuracy import AccuracyMatrix as AccuracyMatrix
 from .models.alexnet import AlexNet as AlexNet
 from .models.lenet import LeNet as LeNet
 from .models.mlp import MultiHeadMLP as MultiHeadMLP
+from .models.multihead import HeadsWithoutBias as HeadsWithoutBias
 from .models.multihead import MultiHeadNetwork as MultiHeadNetwork
 from .models.preact_resnet import PreActResNet18 as PreActResNet18
 from .models.resnet import ReducedResNet18 as ReducedResNet18
@@ -62,6 +63,7 @@ from .strategy.checkpoint import save_strategy as save_strategy
 from .strategy.divergence import DivergenceError as DivergenceError
 from .strategy.drift import measure_drift as measure_drift
 from .strategy.protocols import OwnsParameters as OwnsParameters
+from .strategy.protocols import RestoresBest as RestoresBest
 from .strategy.protocols import StageAware as StageAware
 from .strategy.protocols import Suspendable as Suspendable
 from .strategy.stages import StagedPlugin as StagedPlugin

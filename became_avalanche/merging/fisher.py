@@ -1,4 +1,4 @@
-"""Diagonal Fisher information: five estimators of it, and its sum over tasks.
+"""Diagonal Fisher information: six estimators of it, and its sum over tasks.
 
 Names follow van de Ven, "On the Computation of the Fisher Information in Continual Learning" (ICLR blog track 2025).
 """
@@ -36,6 +36,7 @@ class Fisher:
     - ``batched-sampled``: the same at labels drawn from the model. The gradients of single samples are then zero in the
       mean, so that for independent samples the expectation is that of ``exact``, and what is left of the loss's own
       gradient, which ``batched`` counts B times, does not count.
+    - ``batched-argmax``: the same at the labels that the model finds most likely.
     - ``empirical``: mean over samples of ``g²``, with ``g`` the gradient of ``−log p(y|x)`` at the true label.
     - ``sampled``: the same at a label drawn from the model.
     - ``exact``: the expectation of that over all labels, as the model weighs them.
@@ -44,14 +45,24 @@ class Fisher:
     name: str = "batched"
     n_samples: int | None = None
     """Training samples to look at, drawn without replacement; None for all."""
-    reduction: Literal["mean", "sum"] = "mean"
-    """Over samples. The sum weighs tasks by their number of samples, as exact Bayes would."""
+    reduction: Literal["mean", "sum", "batches"] = "mean"
+    """``mean`` and ``sum`` are over samples. The sum weighs tasks by their number of samples, as exact Bayes would.
+    ``batches`` is for batched estimators: the mean over batches of ``g²``, each batch weighed by its size, that is
+    ``Σ B g² / n``. Where all batches have the same size, it is ``mean`` divided by it, and λ is the same."""
+    mode: Literal["eval", "train"] = "eval"
+    """Mode of the model. In train mode dropout is on, and normalisation uses the statistics of the batch."""
+    shuffle: bool = True
+    """Whether batches are drawn at random, or made of the data in their order."""
 
     def __post_init__(self) -> None:
         if self.name not in ESTIMATORS:
             raise ValueError(f"unknown Fisher estimator {self.name!r}; choose one of: {', '.join(ESTIMATORS)}")
-        if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum'; got {self.reduction!r}")
+        if self.reduction not in ("mean", "sum", "batches"):
+            raise ValueError(f"reduction must be 'mean', 'sum' or 'batches'; got {self.reduction!r}")
+        if self.reduction == "batches" and not self.name.startswith("batched"):
+            raise ValueError(f"reduction='batches' needs an estimator of batches, such as 'batched'; got {self.name!r}")
+        if self.mode not in ("eval", "train"):
+            raise ValueError(f"mode must be 'eval' or 'train'; got {self.mode!r}")
         if self.n_samples is not None and self.n_samples < 1:
             raise ValueError(f"n_samples must be at least 1, or None for all training samples; got {self.n_samples}")
 
@@ -66,7 +77,7 @@ class Fisher:
         """
         counted = _Counted(batches)
         fisher = ESTIMATORS[self.name](counted, model, parameters)
-        weight = counted.samples if self.reduction == "sum" else 1
+        weight = {"mean": 1, "sum": counted.samples, "batches": counted.batches / counted.samples}[self.reduction]
         return {name: weight * diagonal for name, diagonal in fisher.items()}
 
 
@@ -145,16 +156,27 @@ def _all(log_p: Tensor, labels: Tensor) -> list[Tensor]:
     return [-(weight * of_class).sum() for weight, of_class in zip(root.mT, log_p.mT, strict=True) if weight.any()]
 
 
-def _batched_sampled(batches: Iterable[Batch], model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    drawn = ((_sampled(_log_p(logits, labels), labels)[0], len(labels)) for _, logits, labels in batches)
-    return batched_fisher(((total / size, size) for total, size in drawn), parameters)
+def _argmax(log_p: Tensor, labels: Tensor) -> list[Tensor]:
+    return _true(log_p, log_p.argmax(-1))
+
+
+def _batched_at(
+    batches: Iterable[Batch],
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    likelihoods: Callable[[Tensor, Tensor], list[Tensor]],
+) -> dict[str, Tensor]:
+    """The ``batched`` estimator at other labels than the true ones."""
+    totals = ((likelihoods(_log_p(logits, labels), labels)[0], len(labels)) for _, logits, labels in batches)
+    return batched_fisher(((total / size, size) for total, size in totals), parameters)
 
 
 ESTIMATORS: dict[str, Callable[[Iterable[Batch], nn.Module, Mapping[str, Tensor]], dict[str, Tensor]]] = {
     "batched": lambda batches, model, parameters: batched_fisher(
         ((batch.loss, len(batch.labels)) for batch in batches), parameters
     ),
-    "batched-sampled": _batched_sampled,
+    "batched-sampled": partial(_batched_at, likelihoods=_sampled),
+    "batched-argmax": partial(_batched_at, likelihoods=_argmax),
     "empirical": partial(_per_sample, likelihoods=_true),
     "sampled": partial(_per_sample, likelihoods=_sampled),
     "exact": partial(_per_sample, likelihoods=_all),
@@ -162,13 +184,14 @@ ESTIMATORS: dict[str, Callable[[Iterable[Batch], nn.Module, Mapping[str, Tensor]
 
 
 class _Counted:
-    """Batches, with a count of the samples that went by."""
+    """Batches, with a count of those that went by and of their samples."""
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self.batches, self.samples = batches, 0
+    def __init__(self, source: Iterable[Batch]) -> None:
+        self.source, self.batches, self.samples = source, 0, 0
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.batches:
+        for batch in self.source:
+            self.batches += 1
             self.samples += len(batch.labels)
             yield batch
 
@@ -196,15 +219,19 @@ def curvature_along(
 
 
 def accumulate(precision: Mapping[str, Tensor], fisher: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``Λ_t = Λ_{t-1} + F_t`` (Eq. 18). A parameter is keyed by name: new ones start at zero, grown ones are padded."""
-    return {name: zero_padded(precision.get(name), diagonal) + diagonal for name, diagonal in fisher.items()} | {
-        name: old for name, old in precision.items() if name not in fisher
-    }
+    """``Λ_t = Λ_{t-1} + F_t`` (Eq. 18), by parameter name. Where shapes differ, the smaller is padded with zeros."""
+    total = dict(precision)
+    for name, diagonal in fisher.items():
+        old = precision.get(name, diagonal)
+        both = diagonal.new_empty([max(sizes) for sizes in zip(old.shape, diagonal.shape, strict=True)])
+        total[name] = zero_padded(precision.get(name), both) + zero_padded(diagonal, both)
+    return total
 
 
 def zero_padded(old: Tensor | None, like: Tensor) -> Tensor:
-    """``old`` with zeros added to the shape of ``like``, for a head that has grown; all zeros for a new parameter."""
+    """What ``old`` has of the shape of ``like``, and zeros elsewhere: for a head that has grown, or a new parameter."""
     result = torch.zeros_like(like)
     if old is not None:
-        result[tuple(slice(size) for size in old.shape)] = old.to(like)
+        common = tuple(slice(min(sizes)) for sizes in zip(old.shape, like.shape, strict=True))
+        result[common] = old[common].to(like)
     return result

@@ -13,14 +13,15 @@ class AlexNet(MultiHeadNetwork):
     """Three convolutions and two fully connected layers without biases for images of 32 x 32, and one head per task.
 
     In the published codes batch normalisation has no running statistics: at evaluation, too, a batch is normalised by
-    its own, so predictions depend on what else is in the batch. Their heads have no biases; those of Avalanche have.
+    its own, so predictions depend on what else is in the batch.
     """
 
-    def __init__(self, running_statistics: bool = False) -> None:
+    def __init__(self, running_statistics: bool = False, head_bias: bool = True) -> None:
         """Init.
 
         :param running_statistics: keep them and use them at evaluation, as PyTorch does by default. Samples are then
             independent of each other at evaluation, as estimators of the Fisher information per sample need it.
+        :param head_bias: whether the heads have biases; the papers' have none.
         """
 
         def convolution(inputs: int, outputs: int, kernel: int, dropout: float) -> list[nn.Module]:
@@ -41,4 +42,4 @@ class AlexNet(MultiHeadNetwork):
             *fully_connected(1024, 2048),
             *fully_connected(2048, 2048),
         )
-        super().__init__(features.to(memory_format=torch.channels_last), 2048)
+        super().__init__(features.to(memory_format=torch.channels_last), 2048, head_bias)

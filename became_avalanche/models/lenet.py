@@ -12,7 +12,12 @@ from became_avalanche.models.multihead import MultiHeadNetwork
 class LeNet(MultiHeadNetwork):
     """Two convolutions and two fully connected layers without biases for images of 32 x 32, and one head per task."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_bias: bool = True) -> None:
+        """Init.
+
+        :param head_bias: whether the heads have biases; the papers' have none.
+        """
+
         def convolution(inputs: int, outputs: int) -> list[nn.Module]:
             normalised = LocalResponseNorm(4, alpha=0.001 / 9)
             weights = nn.Conv2d(inputs, outputs, 5, padding=2, bias=False)
@@ -30,4 +35,4 @@ class LeNet(MultiHeadNetwork):
         for layer in features:
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
-        super().__init__(features.to(memory_format=torch.channels_last), 500)
+        super().__init__(features.to(memory_format=torch.channels_last), 500, head_bias)

@@ -18,16 +18,16 @@ class ReducedResNet18(MultiHeadNetwork):
     """ResNet18 with about a tenth of its weights, and one head per task: 17 convolutions 3 x 3, three 1 x 1 shortcuts.
 
     Batch normalisation has no running statistics, as in the published codes: at evaluation, too, a batch is normalised
-    by its own, so predictions depend on what else is in the batch. The papers' heads have no biases; those of
-    Avalanche have, and cannot do without: one value per class.
+    by its own, so predictions depend on what else is in the batch.
     """
 
-    def __init__(self, image_size: int = 84, width: int = 20) -> None:
+    def __init__(self, image_size: int = 84, width: int = 20, head_bias: bool = True) -> None:
         """Init.
 
         :param image_size: height and width of the images: 84 for miniImageNet, 32 for CIFAR. The first convolution
             has stride 2 for images larger than 32.
         :param width: channels of the first layer, which double three times.
+        :param head_bias: whether the heads have biases; the papers' have none.
         """
         if image_size < SMALLEST:
             raise ValueError(f"image_size must be at least {SMALLEST}, smaller maps vanish; got {image_size}")
@@ -45,7 +45,7 @@ class ReducedResNet18(MultiHeadNetwork):
         features.add_module("pool", nn.AvgPool2d(2))
         features.add_module("flatten", nn.Flatten())
         side = -(-image_size // (8 * stem_stride)) // 2  # each stride rounds up, the pool rounds down
-        super().__init__(features.to(memory_format=torch.channels_last), 8 * width * side**2)
+        super().__init__(features.to(memory_format=torch.channels_last), 8 * width * side**2, head_bias)
 
 
 _norm = partial(nn.BatchNorm2d, track_running_stats=False)

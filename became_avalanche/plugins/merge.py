@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from inspect import signature
 from math import isfinite
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from avalanche.training.templates import SupervisedTemplate
@@ -26,9 +27,22 @@ from became_avalanche.merging.rules import (
 from became_avalanche.results.record import MergeRecord
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.passes import data_pass
-from became_avalanche.strategy.protocols import Suspendable
+from became_avalanche.strategy.protocols import RestoresBest, Suspendable
 from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended, publish
 from became_avalanche.strategy.weights import back_to, interpolate, restore, snapshot, trainable
+
+Candidate = Literal["best", "last"]
+Buffers = Literal["merged", "base"]
+NewHead = Literal["candidate", "merged", "apart"]
+
+REFERENCE: dict[str, Any] = {
+    "fisher": Fisher("batched-argmax", reduction="batches", mode="train", shuffle=False),
+    "candidate": "last",
+    "buffers": "base",
+    "new_head": "merged",
+    "own_precision": True,
+}
+"""What ``BecameMergePlugin(reference=True)`` stands for: the settings of code that looks like the authors'."""
 
 
 class BecameMergePlugin(StagedPlugin):
@@ -64,6 +78,11 @@ class BecameMergePlugin(StagedPlugin):
         rule: str | Rule = "became",
         fisher: str | Fisher = "batched",
         epochs: int | None = None,
+        candidate: Candidate = "best",
+        buffers: Buffers = "merged",
+        new_head: NewHead = "apart",
+        own_precision: bool = False,
+        reference: bool = False,
         keep_last_merge: bool = False,
     ) -> None:
         """Init.
@@ -72,17 +91,45 @@ class BecameMergePlugin(StagedPlugin):
             (without the assumption that ``θ_GP`` is as good for old tasks as ``θ*_{t-1}``), "one-over-t", "constant"
             (0.4), "cofima", "imm-mode" (one λ per element) or "none"; or a function of ``MergeInputs`` that returns a
             number, or tensors by parameter name.
-        :param fisher: how the Fisher information is estimated: "batched", "batched-sampled", "empirical", "sampled" or
-            "exact"; or a ``Fisher``, which has more options.
+        :param fisher: how the Fisher information is estimated: "batched", "batched-sampled", "batched-argmax",
+            "empirical", "sampled" or "exact"; or a ``Fisher``, which has more options.
         :param epochs: epochs of stage 2; None for the strategy's ``train_epochs``.
+        :param candidate: which weights of the free stage are ``θ̂`` if a plugin such as ``PlateauPlugin`` goes back to
+            the best ones: "best", or "last" for those of the last step.
+        :param buffers: "merged" interpolates floating-point buffers (running statistics) with λ, "base" keeps all
+            buffers of ``θ_GP``.
+        :param new_head: without projection, what becomes of parameters that no earlier task has learned. With
+            "candidate" they count in λ and are taken from ``θ̂``; with "merged" they count and are interpolated from
+            their initial values like all others; with "apart" they are taken from ``θ̂`` and do not count.
+        :param own_precision: whether parameters that plugins train beside the model (the scales of TRGP) have a
+            precision. Their names are the same in each task, so those of a task meet the precision of earlier tasks'.
+        :param reference: merge as code does that looks like the authors': sets ``fisher``, ``candidate``, ``buffers``,
+            ``new_head`` and ``own_precision`` as ``REFERENCE`` says.
         :param keep_last_merge: keep the inputs of the last merge in ``last_merge``, for ``scan_path``. They take about
             five times the size of the model.
         """
         super().__init__()
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs of stage 2 must be at least 1, or None for the strategy's; got {epochs}")
+        parts: dict[str, Any] = {
+            "fisher": fisher,
+            "candidate": candidate,
+            "buffers": buffers,
+            "new_head": new_head,
+            "own_precision": own_precision,
+        }
+        if reference:
+            _refuse_parts(parts)
+            parts = REFERENCE
+        for name, allowed in (("candidate", Candidate), ("buffers", Buffers), ("new_head", NewHead)):
+            if parts[name] not in get_args(allowed):
+                raise ValueError(f"{name} must be one of: {', '.join(get_args(allowed))}; got {parts[name]!r}")
         self.rule = look_up("rule", rule, RULES) if isinstance(rule, str) else rule
-        self.fisher = Fisher(fisher) if isinstance(fisher, str) else fisher
+        self.fisher: Fisher = Fisher(parts["fisher"]) if isinstance(parts["fisher"], str) else parts["fisher"]
+        self.candidate: Candidate = parts["candidate"]
+        self.buffers: Buffers = parts["buffers"]
+        self.new_head: NewHead = parts["new_head"]
+        self.own_precision: bool = parts["own_precision"]
         self.epochs = epochs
         self.keep_last_merge = keep_last_merge
         self.last_merge: MergeInputs | None = None
@@ -110,8 +157,8 @@ class BecameMergePlugin(StagedPlugin):
         self.last_merge, self._theta_previous = None, {}
 
     def remembered(self) -> Collection[str]:
-        """The parameters that have a precision."""
-        return self.precision
+        """The parameters of the model that have a precision."""
+        return [name for name in self.precision if ":" not in name]
 
     # -------------------------------------------------------------------------------------------------- for variants
 
@@ -137,8 +184,15 @@ class BecameMergePlugin(StagedPlugin):
         :param num_workers: worker processes that load the data.
         """
         parameters = {name: parameter for name, parameter in trainable(strategy).items() if name in names}
-        dataset = strategy.experience.dataset
-        with data_pass(strategy, dataset, strategy.train_mb_size, self.fisher.n_samples, num_workers) as batches:
+        with data_pass(
+            strategy,
+            strategy.experience.dataset,
+            strategy.train_mb_size,
+            self.fisher.n_samples,
+            num_workers,
+            train_mode=self.fisher.mode == "train",
+            shuffle=self.fisher.shuffle,
+        ) as batches:
             passes = (Batch(strategy.criterion(), strategy.mb_output, strategy.mb_y) for _ in batches)
             return self.fisher(passes, strategy.model, parameters)
 
@@ -173,16 +227,20 @@ class BecameMergePlugin(StagedPlugin):
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
         num_workers = kwargs.get("num_workers", 0)
         theta_previous, self._theta_previous = self._theta_previous, {}
-        run(1)
+        theta_gp = None
         if self.t == 0:
+            run(1)
             self.precision = self._fisher(strategy, theta_previous, num_workers)
             self._remember(self.precision)
             return
-        theta_gp = None
         if any(isinstance(plugin, Suspendable) for plugin in strategy.plugins):
+            run(1)
             theta_gp = snapshot(strategy)
-            with back_to(strategy, theta_gp), self.free_training(strategy):
+            with back_to(strategy, theta_gp), self.free_training(strategy), self._candidate_kept(strategy):
                 run(2)
+        else:
+            with self._candidate_kept(strategy):
+                run(1)
         inputs = self._merge(strategy, theta_previous, theta_gp, num_workers)
         self.on_merged(strategy, inputs, run)
 
@@ -198,8 +256,11 @@ class BecameMergePlugin(StagedPlugin):
         with back_to(strategy, sound):
             theta_hat = self.choose_candidate(strategy, sound)
             restore(strategy, theta_hat)
+            projected, parameters = theta_gp is not None, trainable(strategy)
             if theta_gp is None:
-                theta_previous = theta_gp = self._with_new(theta_previous, theta_hat, trainable(strategy))
+                if self.new_head == "apart":
+                    theta_previous = self._with_new(theta_previous, theta_hat, parameters)
+                theta_gp = theta_previous
             fisher = self._fisher(strategy, theta_previous, num_workers)
             precision = {name: zero_padded(self.precision.get(name), diagonal) for name, diagonal in fisher.items()}
             inputs = MergeInputs(
@@ -209,9 +270,15 @@ class BecameMergePlugin(StagedPlugin):
             mean = mean_coefficient(coefficient, inputs.delta)
             if not isfinite(mean):
                 raise ValueError(f"the rule {self.rule} gave a coefficient that is not finite for task {inputs.t}")
-            restore(strategy, interpolate(theta_gp, theta_hat, coefficient, mean))
+            merged = interpolate(theta_gp, theta_hat, coefficient, mean)
+            if not projected and self.new_head == "candidate":
+                merged = self._with_new(merged, theta_hat, parameters)
+            if self.buffers == "base":
+                merged.update({name: theta_gp[name] for name, _ in strategy.model.named_buffers() if name in theta_gp})
+            restore(strategy, merged)
             # what a plugin trains for this task alone needs no precision: no later task moves it
-            shared = {name for name, _ in strategy.model.named_parameters()} & theta_previous.keys()
+            of_model = {name for name, _ in strategy.model.named_parameters()}
+            shared = theta_previous.keys() if self.own_precision else theta_previous.keys() & of_model
             self.precision = accumulate(self.precision, self._fisher(strategy, shared, num_workers))  # at θ*
         self._remember(fisher)
         self.last_merge = inputs if self.keep_last_merge else None
@@ -227,6 +294,15 @@ class BecameMergePlugin(StagedPlugin):
         ):
             publish(self, strategy, name, value)
         return inputs
+
+    @contextmanager
+    def _candidate_kept(self, strategy: SupervisedTemplate) -> Iterator[None]:
+        """A context in which a stage ends with the weights that are to be ``θ̂``."""
+        with ExitStack() as kept:
+            for plugin in strategy.plugins:
+                if self.candidate == "last" and isinstance(plugin, RestoresBest):
+                    kept.enter_context(plugin.keeping_last())
+            yield
 
     def _with_new(self, old: dict[str, Tensor], new: dict[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
         """``old``, but ``new`` where no task has left a precision: a new head, new units of a head that grows."""
@@ -265,3 +341,14 @@ def _record(inputs: MergeInputs, coefficient: float, seconds: float) -> MergeRec
         drift_norm=norm(drift),
         seconds=seconds,
     )
+
+
+def _refuse_parts(parts: dict[str, Any]) -> None:
+    """Raise a ValueError if something that ``reference=True`` decides on is given, too."""
+    defaults = signature(BecameMergePlugin.__init__).parameters
+    for name, value in parts.items():
+        if value != defaults[name].default:
+            raise ValueError(
+                f"reference=True sets {name} itself; got {name}={value!r}: leave it out, or leave reference out and "
+                f"set {', '.join(parts)} one by one"
+            )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.passes import data_pass, experiences_in_training
-from became_avalanche.strategy.protocols import StageAware
+from became_avalanche.strategy.protocols import RestoresBest, StageAware
 from became_avalanche.strategy.state import StatefulPlugin
 from became_avalanche.strategy.weights import restore, snapshot
 
@@ -88,7 +90,7 @@ class _Plateau(StatefulPlugin, StageAware):
             group["lr"] = rate
 
 
-class PlateauPlugin(_Plateau):
+class PlateauPlugin(_Plateau, RestoresBest):
     """Trains until the validation loss has settled, and goes back to the best weights.
 
     After each epoch the loss on the experience of the same index of the benchmark's validation stream is measured. If
@@ -121,6 +123,16 @@ class PlateauPlugin(_Plateau):
         self.stream = stream
         self.batch_size = batch_size
         self._datasets: list[Any] = []
+        self._keep_last = False
+
+    @contextmanager
+    def keeping_last(self) -> Iterator[None]:
+        """A context in which a stage ends with the weights of its last step."""
+        before, self._keep_last = self._keep_last, True
+        try:
+            yield
+        finally:
+            self._keep_last = before
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._datasets = [self._validation_data(experience) for experience in experiences_in_training(strategy)]
@@ -155,7 +167,8 @@ class PlateauPlugin(_Plateau):
     def ended(self, strategy: SupervisedTemplate) -> None:
         if not self._best_weights:
             raise DivergenceError("the validation loss was not a number in any epoch")
-        restore(strategy, self._best_weights)
+        if not self._keep_last:
+            restore(strategy, self._best_weights)
 
     def _validation_data(self, experience: Any) -> Any:
         streams = experience.origin_stream.benchmark.streams

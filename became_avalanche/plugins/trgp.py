@@ -114,11 +114,11 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
     # ----------------------------------------------------------------------------------------------------- callbacks
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The scale matrices in training."""
+        """The scale matrices in training, counted from the nearest task of each layer."""
         return {
-            f"TRGP.{self._label}.{name}.{task}": scale
+            f"TRGP:{name}.{k}": scale
             for name, scales in self._training.items()
-            for task, scale in scales.items()
+            for k, scale in enumerate(scales.values())
         }
 
     def reset(self) -> None:

@@ -30,6 +30,8 @@ class Benchmark:
     """Options of each method's plugin, where they differ from its defaults."""
     recipes: Mapping[str, Recipe | NSCLRecipe] = field(default_factory=dict)
     """Recipes of the methods that do not use the default one."""
+    merge: Options = field(default_factory=dict)
+    """Options of the merge, where they differ from the plugin's defaults."""
     untuned: frozenset[str] = frozenset()
     """Methods whose hyperparameters are untuned defaults, not chosen for this benchmark."""
 
@@ -53,11 +55,12 @@ class Benchmark:
         """
         chosen = method if isinstance(method, Method) else Method.parse(method)
         options = {**self.hyperparameters.get(chosen.settings, {}), **chosen.options}
+        merge = chosen.merge and chosen.merge.model_copy(update={"options": {**self.merge, **chosen.merge.options}})
         content = {
             "benchmark": self.name,
             "stream": self.stream,
             "network": self.network,
-            "method": chosen.model_copy(update={"options": options}),
+            "method": chosen.model_copy(update={"options": options, "merge": merge}),
             "recipe": self.recipes.get(chosen.settings, self.recipe),
             "seed": seed,
             "n_tasks": self.stream.n_tasks if n_tasks is None else n_tasks,
@@ -173,11 +176,15 @@ _FIVE: dict[str, Column] = {  # alpha of SGP is published nowhere: it is that of
 }
 
 
-def _gpm_family(name: str, stream: Stream, network: Network, columns: Mapping[str, Column]) -> Benchmark:
+def _gpm_family(
+    name: str, stream: Stream, network: str, columns: Mapping[str, Column], **network_options: Any
+) -> Benchmark:
+    """A benchmark with the merge of the reference, and heads without bias, as in the published codes."""
     return Benchmark(
         name=name,
         stream=stream,
-        network=network,
+        network=_network(network, head_bias=False, **network_options),
+        merge={"reference": True},
         recipe=columns["gpm"][0],
         recipes={method: recipe for method, (recipe, _) in columns.items()},
         hyperparameters={**UNTUNED, **{method: options for method, (_, options) in columns.items()}},
@@ -186,11 +193,11 @@ def _gpm_family(name: str, stream: Stream, network: Network, columns: Mapping[st
 
 
 GPM_FAMILY = (
-    _gpm_family("10-split-cifar100", _stream("split-cifar100", 10), _network("alexnet"), _CIFAR),
-    _gpm_family("20-split-cifar100", _stream("split-cifar100", 20), _network("alexnet"), _CIFAR),
-    _gpm_family("20-split-miniimagenet", _stream("split-miniimagenet", 20), _network("reduced-resnet18"), _MINI),
-    _gpm_family("5-datasets", _stream("five-datasets-in-turn", 5), _network("reduced-resnet18", image_size=32), _FIVE),
-    _gpm_family("cifar100-superclass", _stream("cifar100-superclass-in-turn", 20), _network("lenet"), _SUPERCLASS),
+    _gpm_family("10-split-cifar100", _stream("split-cifar100", 10), "alexnet", _CIFAR),
+    _gpm_family("20-split-cifar100", _stream("split-cifar100", 20), "alexnet", _CIFAR),
+    _gpm_family("20-split-miniimagenet", _stream("split-miniimagenet", 20), "reduced-resnet18", _MINI),
+    _gpm_family("5-datasets", _stream("five-datasets-in-turn", 5), "reduced-resnet18", _FIVE, image_size=32),
+    _gpm_family("cifar100-superclass", _stream("cifar100-superclass-in-turn", 20), "lenet", _SUPERCLASS),
 )
 
 # ------------------------------------------------------------------------------------------------------- NSCL family

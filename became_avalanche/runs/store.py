@@ -265,10 +265,14 @@ class Store:
 def _stored_spec(folder: RunFolder) -> dict[str, Any]:
     """The specification that is kept in a folder, or in its record; empty if there is none."""
     path = folder.path / "spec.json"
-    if path.exists():
-        return read_values(path)
-    record = folder.record()
-    return {} if record is None else record.spec
+    record = None if path.exists() else folder.record()
+    stored = read_values(path) if path.exists() else {} if record is None else record.spec
+    method: dict[str, Any] = stored.get("method", {})
+    if merge := method.get("merge"):
+        base = str(method["base"])
+        if base == "finetune" or ":" in base:  # without projection, runs of version 0.2 left the new head out of λ
+            merge["options"] = {"new_head": "apart", **merge["options"]}
+    return stored
 
 
 def differences(stored: Any, wanted: Any, place: str = "") -> list[str]:

@@ -22,17 +22,23 @@ def data_pass(
     batch_size: int,
     n_samples: int | None = None,
     num_workers: int = 0,
+    *,
+    train_mode: bool = False,
+    shuffle: bool = True,
 ) -> Iterator[Iterator[int]]:
     """Forward passes over ``dataset``, in random order, with eval transforms, in eval mode.
 
     Each step of the iterator leaves a batch in ``strategy.mbatch`` and the model's answer in ``strategy.mb_output``,
-    so that ``strategy.criterion()`` is its loss, and yields the number of samples in it. Random state, modes of the
-    modules and the strategy's own batch are as before when the context ends.
+    so that ``strategy.criterion()`` is its loss, and yields the number of samples in it. Random state, modes and
+    buffers of the modules and the strategy's own batch are as before when the context ends.
 
     :param n_samples: how many samples to draw, without replacement; all if None.
+    :param train_mode: put the model into train mode instead.
+    :param shuffle: False for the order of the data; ``n_samples`` are then the first ones.
     """
     dataset = dataset.eval()
     modes = {module: module.training for module in strategy.model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()] if train_mode else []
     mbatch, mb_output = strategy.mbatch, strategy.mb_output
 
     def forward_passes() -> Iterator[int]:
@@ -42,12 +48,15 @@ def data_pass(
             yield len(strategy.mb_y)
 
     with torch.random.fork_rng(devices=[]):
-        chosen = torch.randperm(len(dataset))[:n_samples].tolist()
+        order = torch.randperm(len(dataset)) if shuffle else torch.arange(len(dataset))
+        chosen = order[:n_samples].tolist()
         loader = DataLoader(dataset, batch_size, sampler=chosen, collate_fn=dataset.collate_fn, num_workers=num_workers)
         try:
-            strategy.model.eval()
+            strategy.model.train(train_mode)
             yield forward_passes()
         finally:
+            for buffer, before in buffers:  # running statistics
+                buffer.copy_(before)
             for module, training in modes.items():
                 module.training = training
             strategy.mbatch, strategy.mb_output = mbatch, mb_output

@@ -36,7 +36,10 @@ class OwnsParameters(ABC):
 
     @abstractmethod
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters in training now, by names that neither the model nor another plugin uses."""
+        """The parameters in training now, by names such as ``TRGP:features.0.weight.1``, with a colon.
+
+        The colon tells them from those of a model. Other plugins must not use the same names.
+        """
 
 
 class Suspendable(ABC):
@@ -45,3 +48,11 @@ class Suspendable(ABC):
     @abstractmethod
     def suspended(self) -> AbstractContextManager[None]:
         """A context in which the plugin constrains nothing."""
+
+
+class RestoresBest(ABC):
+    """A plugin that goes back to the best weights at the end of a stage, and can be told to stay at the last ones."""
+
+    @abstractmethod
+    def keeping_last(self) -> AbstractContextManager[None]:
+        """A context in which a stage ends with the weights of its last step."""

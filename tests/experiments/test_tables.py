@@ -5,6 +5,7 @@ import pytest
 
 from became_avalanche.results.record import read_record
 from became_avalanche.runs.spec import read_spec
+from became_avalanche.runs.store import differences
 from experiments import tables
 from experiments.tables import PAGES, ROOT, RUNS, STUDIES, records_in, rewritten
 
@@ -69,7 +70,7 @@ def test_each_run_has_the_folder_that_its_specification_names():
     for folder in folders:
         record, spec = read_record(folder / "record.json"), read_spec(folder / "spec.json")
         assert (folder.name, record.key) == (spec.key(), spec.key())
-        assert record.spec == spec.completed().model_dump(mode="json")
+        assert not differences(record.spec, spec.completed().model_dump(mode="json"))  # options may be newer
         assert record.references == spec.references
         assert (record.method, record.status) == (spec.method.name, "done")
         assert {path.name for path in folder.iterdir()} == {"record.json", "spec.json"}

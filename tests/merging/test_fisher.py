@@ -80,6 +80,12 @@ def test_a_head_that_grew_is_padded():
     assert accumulate({"head": torch.ones(2, 3)}, {"head": torch.ones(4, 3)})["head"].sum() == 18
 
 
+def test_precision_and_fisher_information_may_each_be_the_larger():
+    total = accumulate({"scale": torch.ones(3, 1)}, {"scale": torch.ones(1, 4)})["scale"]
+    assert total.tolist() == [[2, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]]
+    assert zero_padded(torch.arange(4.0).reshape(2, 2), torch.zeros(1, 3)).tolist() == [[0, 1, 0]]
+
+
 # -------------------------------------------------------------------------------------------------------- per sample
 
 
@@ -233,6 +239,42 @@ def test_batched_and_sampled_equal_the_loop(name):
         torch.testing.assert_close(sampled[key], expected[key], rtol=1e-5, atol=1e-14)
 
 
+def argmax_oracle(model, batches):
+    """Mean over batches of B g² at the model's own labels, one pass for the labels and the gradient."""
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for x in batches:
+        logits = model(x)
+        model.zero_grad()
+        F.cross_entropy(logits, logits.argmax(-1)).backward()
+        for name, p in model.named_parameters():
+            total[name] += len(x) * p.grad**2
+    return {name: value / len(batches) for name, value in total.items()}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@given(sizes=st.lists(st.integers(2, 5), min_size=1, max_size=4), seed=st.integers(0, 2**16))
+def test_argmax_equals_the_loop(training, sizes, seed):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(3, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Dropout(0.5), nn.Linear(6, 4)]
+    model = nn.Sequential(*layers).double().train(training)
+    batches = [torch.randn(n, 3).double() for n in sizes]
+    y = [torch.zeros(n, dtype=torch.long) for n in sizes]  # not looked at
+    torch.manual_seed(seed)  # the same dropout masks
+    passes = (Batch(torch.zeros(()), model(x), labels) for x, labels in zip(batches, y, strict=True))
+    parameters = dict(model.named_parameters())
+    fisher = Fisher("batched-argmax", reduction="batches")(passes, model, parameters)
+    torch.manual_seed(seed)
+    for name, expected in argmax_oracle(model, batches).items():
+        torch.testing.assert_close(fisher[name], expected * len(sizes) / sum(sizes))
+
+
+def test_the_mean_over_batches_is_for_batched_estimators_alone():
+    with pytest.raises(ValueError, match="needs an estimator of batches, such as 'batched'; got 'exact'"):
+        Fisher("exact", reduction="batches")
+    with pytest.raises(ValueError, match="mode must be 'eval' or 'train'; got 'test'"):
+        Fisher(mode="test")
+
+
 @pytest.mark.parametrize(("name", "batch"), [("sampled", 4), ("batched-sampled", 7)])
 def test_sampled_tends_to_exact(name, batch):
     model, x, y = model_and_data("linear")
@@ -322,10 +364,10 @@ def test_what_are_not_class_logits_is_refused_but_by_batched(estimator, case):
 def test_unknown_estimators_are_refused():
     with pytest.raises(
         ValueError,
-        match="unknown Fisher estimator 'true'; choose one of: batched, batched-sampled, empirical, sampled, exact",
+        match="unknown Fisher estimator 'true'; choose one of: batched, batched-sampled, batched-argmax, empirical, ",
     ):
         Fisher("true")
-    with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'; got 'max'"):
+    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'batches'; got 'max'"):
         Fisher(reduction="max")
     with pytest.raises(ValueError, match=r"n_samples must be at least 1.*got 0"):
         Fisher(n_samples=0)

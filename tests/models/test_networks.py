@@ -1,4 +1,5 @@
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from became_avalanche import (
     BecameMergePlugin,
     GPMPlugin,
     LeNet,
+    MultiHeadMLP,
     MultiHeadNetwork,
     PreActResNet18,
     ReducedResNet18,
 )
+from became_avalanche.strategy.heads import load_model_state, model_state
 from tests.helpers import blobs, naive
 
 
@@ -48,6 +51,22 @@ def test_a_shortcut_starts_after_normalisation_and_relu():
         x = torch.randn(1, 64, 8, 8)
         active = torch.relu(torch.nn.functional.batch_norm(x, torch.zeros(64), torch.ones(64)))
         torch.testing.assert_close(block(x), block.shortcut(active))
+
+
+@pytest.mark.parametrize("make", [AlexNet, LeNet, MultiHeadMLP, partial(ReducedResNet18, width=2, image_size=9)])
+def test_heads_without_bias_are_trained_and_have_none(make):
+    shape = (64,) if make is MultiHeadMLP else (3, 9, 9) if isinstance(make, partial) else (3, 32, 32)
+    model = make(head_bias=False)
+    strategy = naive(model, [GPMPlugin(), BecameMergePlugin()], train_epochs=1)
+    for experience in blobs(n_tasks=2, classes=3, samples=10, shape=shape).train_stream:
+        strategy.train(experience)
+    for name, head in model.classifier.classifiers.items():
+        assert head.classifier.out_features == 3
+        assert not head.classifier.bias.any(), name
+        assert head.classifier.weight.grad is None or head.classifier.weight.requires_grad
+    state, other = model_state(model), make(head_bias=False)
+    load_model_state(other, state)
+    assert not any(p.requires_grad for name, p in other.named_parameters() if name.endswith("classifier.bias"))
 
 
 def torchvision_network():

@@ -10,7 +10,7 @@ from became_avalanche.merging.rules import RULES
 from tests.helpers import Stages, assert_same_weights, blobs, mlp, naive, stream_of, weights
 
 
-def ablation(rule, make_model=mlp, benchmark=None):
+def ablation(rule, make_model=mlp, benchmark=None, **options):
     """A stream without projection: the merges that the rule saw, the ends of its stages, the merged weights."""
     merges, stages = [], Stages()
 
@@ -18,26 +18,30 @@ def ablation(rule, make_model=mlp, benchmark=None):
         merges.append(merge)
         return rule(merge)
 
-    plugin = BecameMergePlugin(rule=watched)
+    plugin = BecameMergePlugin(rule=watched, **options)
     strategy = stream_of([plugin, stages.plugin()], make_model, benchmark, train_epochs=2)
     assert [record.drift for record in plugin.merges] == [0] * len(merges)
     return merges, stages, strategy
 
 
-def test_without_projection_one_free_stage_is_merged_with_the_weights_before():
-    merges, stages, _ = ablation(lambda merge: 0.25)
+@pytest.mark.parametrize("new_head", ["candidate", "merged", "apart"])
+def test_without_projection_one_free_stage_is_merged_with_the_weights_before(new_head):
+    merges, stages, _ = ablation(lambda merge: 0.25, new_head=new_head)
     assert [stage for _, stage, _ in stages.starts] == [1, 1, 1]
     for t, merge in enumerate(merges, start=1):
         assert not merge.projected
         before, hat, merged = stages.merged[t - 1], stages.ends[t], stages.merged[t]
         new = {name for name in hat if name.startswith(f"classifier.classifiers.{t}.")}
         assert len(new) == 3  # weights, biases, active units
+        start = stages.starts[t][2]
         for name, weight in merged.items():
-            if name in new:
+            if name in new and new_head != "merged":
                 assert torch.equal(weight, hat[name])
             elif weight.is_floating_point():
-                assert torch.equal(weight, torch.lerp(before[name], hat[name], 0.25)), name
-        assert not any(merge.delta[name].any() for name in new & merge.delta.keys())  # it does not count in λ
+                assert torch.equal(weight, torch.lerp(start[name], hat[name], 0.25)), name
+                assert name in new or torch.equal(start[name], before[name])
+        counted = [bool(merge.delta[name].any()) for name in new & merge.delta.keys()]
+        assert counted == [new_head != "apart"] * 2
 
 
 def test_without_projection_a_head_that_an_evaluation_has_made_is_new_too():

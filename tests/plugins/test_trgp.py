@@ -323,8 +323,8 @@ def test_best_weights_and_their_scales_belong_together():
     second = kept[4]
     assert len(second) == 3
     for name, scales in plugin.scales[1].items():
-        for task, scale in scales.items():
-            assert torch.equal(scale, second[f"TRGP.1.{name}.{task}"])
+        for k, scale in enumerate(scales.values()):
+            assert torch.equal(scale, second[f"TRGP:{name}.{k}"])
 
 
 def test_scales_are_merged_with_the_weights():
@@ -339,8 +339,8 @@ def test_scales_are_merged_with_the_weights():
     (record,) = merge.merges
     assert 0 < record.coefficient < 1
     for name, scales in plugin.scales[1].items():
-        for task, scale in scales.items():
-            key = f"TRGP.1.{name}.{task}"
+        for k, scale in enumerate(scales.values()):
+            key = f"TRGP:{name}.{k}"
             assert not torch.equal(gp[key], hat[key])  # stage 2 trains them, from where stage 1 left them
             assert torch.equal(scale, torch.lerp(gp[key], hat[key], record.coefficient))
 

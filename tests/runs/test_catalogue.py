@@ -7,10 +7,11 @@ import torch
 
 from became_avalanche import LaterTaskLR, NSCLPlugin, NSCLRecipe, PlateauPlugin, Recipe, train
 from became_avalanche.benchmarks import cifar, five, imagenet, orders
+from became_avalanche.plugins.merge import REFERENCE
 from became_avalanche.runs.catalogue import BENCHMARKS, EMBEDDED, GPM_FAMILY, NSCL_FAMILY
 from became_avalanche.runs.components import NETWORKS, STREAMS, find
 from became_avalanche.runs.describe import all_sources
-from became_avalanche.runs.method import BASES, known_names
+from became_avalanche.runs.method import BASES, Method, known_names
 from became_avalanche.runs.session import open_stream
 from tests.helpers import convnet, mlp
 from tests.runs.components import images
@@ -83,6 +84,18 @@ def test_the_nscl_family(name, a, batch):
     assert spec.recipe == NSCLRecipe(batch)
     assert (spec.recipe.epochs, spec.recipe.patience, spec.recipe.factor, spec.recipe.plateaus) == (80, 3, 2, 3)
     assert spec.stream.options == {"protocol": "nscl"}
+
+
+@pytest.mark.parametrize("benchmark", GPM_FAMILY, ids=lambda benchmark: benchmark.name)
+def test_the_gpm_family_merges_as_the_reference_and_has_heads_without_bias(benchmark):
+    spec = benchmark.spec("gpm+became")
+    *_, merge = spec.method.make_plugins()
+    assert merge.fisher == REFERENCE["fisher"]
+    assert spec.network.options["head_bias"] is False
+    own = Method.parse("gpm+became", merge={"options": {"reference": False, "fisher": "exact"}})
+    *_, merge = benchmark.spec(own).method.make_plugins()
+    assert (merge.fisher.name, merge.candidate) == ("exact", "best")
+    assert BENCHMARKS["split-digits"].spec("gpm+became").method.merge.options == {}
 
 
 def test_recipes_make_optimizer_and_schedule():

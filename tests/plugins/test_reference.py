@@ -1,0 +1,155 @@
+"""``BecameMergePlugin(reference=True)`` against a loop written from a description of the published merge."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from became_avalanche import BecameMergePlugin, Fisher, GPMPlugin, PlateauPlugin, TRGPPlugin
+from became_avalanche.plugins.merge import REFERENCE
+from tests.helpers import Network, Spy, Stages, assert_same_weights, batch_of, blobs, convnet, stream_of, weights
+
+BATCH, EPOCHS = 7, 3
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class SeededDropout(nn.Module):
+    """Dropout whose mask depends on nothing but the shape of the batch, so that another pass finds the same."""
+
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(len(x))
+        return x * (torch.rand(x.shape, generator=generator) < 0.5) * 2 if self.training else x
+
+
+def network():
+    """Dropout, and normalisation with running statistics."""
+    hidden = [nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.ReLU(), SeededDropout()]
+    return Network(nn.Sequential(*hidden, nn.Linear(12, 10, bias=False), nn.ReLU()), 10)
+
+
+class Worsening(PlateauPlugin):
+    """Sees the validation loss grow in each stage, so that the weights of the first epoch are the best."""
+
+    def loss(self, strategy):
+        return float(strategy.clock.train_exp_epochs)
+
+
+def published_fisher(state, experience):
+    """The data in their order, dropout on, the model's own labels: Σ B g² / n."""
+    model = network()
+    for task in range(experience.task_label + 1):
+        model.classifier.adaptation(blobs().train_stream[task])
+    model.load_state_dict(state)
+    model.train()
+    x, _ = batch_of(experience)
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for start in range(0, len(x), BATCH):
+        batch = x[start : start + BATCH]
+        logits = model(batch, torch.full((len(batch),), experience.task_label))
+        model.zero_grad()
+        F.cross_entropy(logits, logits.argmax(-1)).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                total[name] += len(batch) * p.grad**2
+    return {name: value / len(x) for name, value in total.items()}
+
+
+@pytest.mark.parametrize("projected", [True, False])
+@pytest.mark.usefixtures("float64")
+def test_the_reference_merges_as_the_published_code_does(projected):
+    stages, last, merge = Stages(), [], BecameMergePlugin(reference=True)
+    watch = Spy(after_training_iteration=lambda s: last.append((s.clock.train_exp_epochs, weights(s.model))))
+    plugins = [GPMPlugin(0.9)] if projected else []
+    stream_of(
+        [*plugins, merge, Worsening(patience=10), stages.plugin(), watch],
+        network,
+        blobs(n_tasks=2),
+        train_mb_size=BATCH,
+        train_epochs=EPOCHS,
+    )
+    first, second = blobs(n_tasks=2).train_stream
+    precision = published_fisher(stages.merged[0], first)
+    assert_same_weights(stages.merged[0], [state for epoch, state in last if epoch == 0][5])  # the best of task 1
+    start = stages.starts[-1][2]  # θ_GP; without projection θ*_1, with the new head as it was made
+    hat, merged = last[-1][1], stages.merged[1]
+    assert len(stages.starts) == (3 if projected else 2)
+
+    fisher = published_fisher(hat, second)
+    delta = {name: hat[name] - start[name] for name in fisher}
+    plasticity = sum(float((fisher[name] * delta[name] ** 2).sum()) for name in fisher)
+    stability = sum(float((precision[name] * delta[name] ** 2).sum()) for name in precision)
+    coefficient = plasticity / (plasticity + stability)
+    assert 0.05 < coefficient < 0.95
+    assert merge.merges[0].coefficient == pytest.approx(coefficient, rel=1e-9)
+    for name in fisher:  # the new head, too
+        torch.testing.assert_close(merged[name], start[name] + coefficient * delta[name], rtol=1e-9, atol=1e-12)
+    for name in merged.keys() - fisher.keys():  # buffers
+        assert torch.equal(merged[name], start[name]), name
+    assert not torch.equal(start["features.1.running_mean"], hat["features.1.running_mean"])
+    for name, value in published_fisher(merged, second).items():
+        expected = precision.get(name, 0) + value
+        torch.testing.assert_close(merge.precision[name], expected, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize(("name", "value"), REFERENCE.items())
+def test_each_part_is_an_option_of_its_own(name, value):
+    alone, all_parts = BecameMergePlugin(**{name: value}), BecameMergePlugin(reference=True)
+    assert getattr(alone, name) == getattr(all_parts, name) != getattr(BecameMergePlugin(), name)
+    with pytest.raises(ValueError, match=f"reference=True sets {name} itself; got {name}="):
+        BecameMergePlugin(reference=True, **{name: value})
+    one_by_one, reference = BecameMergePlugin(**REFERENCE), BecameMergePlugin(reference=True)
+    assert vars(one_by_one).keys() == vars(reference).keys()
+    assert [getattr(one_by_one, part) for part in REFERENCE] == [getattr(reference, part) for part in REFERENCE]
+
+
+def test_unknown_parts_are_refused():
+    for name in ("candidate", "buffers", "new_head"):
+        with pytest.raises(ValueError, match=f"{name} must be one of: .*; got 'first'"):
+            BecameMergePlugin(**{name: "first"})
+
+
+def test_a_pass_in_train_mode_leaves_no_trace():
+    """Running statistics, modes and the random state are as before, so stage 1 of the next task is the same."""
+    ends = []
+    for mode in ("eval", "train"):
+        stages, merge = Stages(), BecameMergePlugin(rule=lambda merge: 0.5, fisher=Fisher("batched-argmax", mode=mode))
+        stream_of([GPMPlugin(0.9), merge, stages.plugin()], convnet, blobs(shape=(2, 6, 6), n_tasks=2))
+        ends.append((stages.ends[1], merge.precision))
+    assert_same_weights(ends[0][0], ends[1][0])
+    assert not torch.equal(ends[0][1]["features.0.weight"], ends[1][1]["features.0.weight"])
+
+
+def test_the_precision_of_scales_meets_those_of_later_tasks():
+    seen = []
+
+    def watched(merge):
+        seen.append(merge)
+        return 0.5
+
+    merge = BecameMergePlugin(rule=watched, own_precision=True)
+    precisions = []
+    keep = Spy(after_training_exp=lambda s: precisions.append(dict(merge.precision)))
+    trgp = TRGPPlugin(0.0, threshold=0.8, increment=0.08, n_samples=None)
+    stream_of([trgp, merge, keep], benchmark=blobs(n_tasks=4))
+    names = sorted(name for name in seen[-1].fisher if name.startswith("TRGP:"))
+    assert names
+    differ = 0
+    for merged, before in zip(seen, precisions, strict=False):
+        for name in names:
+            if name in merged.fisher and name in before:
+                have, want = before[name], merged.precision[name]
+                common = tuple(slice(min(sizes)) for sizes in zip(have.shape, want.shape, strict=True))
+                assert torch.equal(want[common], have[common])
+                assert want.count_nonzero() == have[common].count_nonzero()
+                assert have.any()
+                differ += have.shape != want.shape
+    assert differ  # subspaces of tasks differ in size
+    without = BecameMergePlugin(rule=lambda merge: 0.5)
+    stream_of([TRGPPlugin(0.0), without])
+    assert not any(name.startswith("TRGP:") for name in without.precision)
