@@ -7,6 +7,7 @@ from functools import partial
 from itertools import chain
 from math import prod
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ class ConvolutionLayer(Layer):
     """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, and subclasses that compute as they do."""
 
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d
+    axes: tuple[int, ...] = ()
+    """The axes of the weight in the order in which rows run through them; empty for the usual one."""
 
     @classmethod
     def find(cls, module: nn.Module) -> list[Layer]:
@@ -49,6 +52,24 @@ class ConvolutionLayer(Layer):
 
     def output_columns(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(len(gradient), self.groups, -1, gradient[0, 0].numel())
+
+    def weight_rows(self, weight: Tensor) -> Tensor:
+        return super().weight_rows(weight.permute(self.axes) if self.axes else weight)
+
+    def weight_like(self, rows: Tensor) -> Tensor:
+        if not self.axes:
+            return super().weight_like(rows)
+        leading = rows.shape[:-3]
+        shape = [self.weight.shape[axis] for axis in self.axes]
+        back = [len(leading) + self.axes.index(axis) for axis in range(len(shape))]
+        return rows.reshape(*leading, *shape).permute(*range(len(leading)), *back)
+
+    def in_memory_order(self, factor: Tensor) -> tuple[Layer, Tensor]:
+        weight = self.weight
+        reordered = ConvolutionLayer(self.module, self.weight_name, self.bias_name, self.groups)
+        reordered.axes = (0, *sorted(range(1, weight.dim()), key=weight.stride, reverse=True))
+        inputs = torch.arange(weight[0].numel(), device=factor.device).reshape(1, *weight.shape[1:])
+        return reordered, factor[:, inputs.permute(reordered.axes).flatten()]
 
     def _chunks(self, x: Tensor, unfold: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """A batch unfolded in parts of bounded size."""

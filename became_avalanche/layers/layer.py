@@ -106,6 +106,13 @@ class Layer(ABC):
         """Undo ``weight_rows``; further axes may stand first."""
         return rows.reshape(*rows.shape[:-3], *self.weight.shape)
 
+    def in_memory_order(self, factor: Tensor) -> tuple[Layer, Tensor]:
+        """This layer with the inputs of a row in the order of the weight's memory, and ``factor`` (groups, d, r) too.
+
+        Where that is another order, rows of the weight and of its gradient need no copy.
+        """
+        return self, factor
+
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors in the shapes of the weight, or of weight and bias, as rows (groups, out / groups, d)."""
         weight, *bias = tensors

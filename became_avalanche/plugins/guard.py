@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,9 @@ class Guard:
         """
         self.parameters, self.project, self._outputs = parameters, project, outputs
         self._layout = layers[0] if layers else None
+        if layers and isinstance(project, Projector) and len(parameters) == 1:
+            self._layout, factor = layers[0].in_memory_order(project.factor)
+            self.project = project = replace(project, factor=factor)
         self._layers: list[Any] = [layer.module for layer in layers if layer.takes_rows]
         self._backward: ProjectedBackward | None = None
         if self._layers and isinstance(project, Projector) and outputs is None:
@@ -145,7 +148,7 @@ class Guard:
         if self._start:
             updates = [parameter - start for parameter, start in zip(self.parameters, self._start, strict=True)]
             for parameter, start, update in zip(self.parameters, self._start, self._projected(updates), strict=True):
-                parameter.copy_(start + update)
+                torch.add(start, update, out=parameter)
             self._start = []
 
     def note_free_update(self) -> None:
@@ -160,16 +163,24 @@ class Guard:
 
     def _project_gradients(self, gradients: list[Tensor]) -> None:
         back, layout = self._backward, self._layout
-        if back is None or layout is None or not back.uses:
-            projected = self._projected(gradients)
-        elif back.explains((rows := layout.rows(gradients))[0]):
-            back.uses.clear()
-            return
-        else:  # something was added to what the layers have projected, and will be in the steps to come
-            done = back.gradient().unsqueeze(0)
-            projected = layout.from_rows(done + self.project(rows - done), gradients)
-            self._backward = None
-        for gradient, part in zip(gradients, projected, strict=True):
+        if layout is None or self._outputs is not None:
+            parts = self._projected(gradients)
+        else:
+            rows = layout.rows(gradients)
+            if back is None or not back.uses:
+                projected = self.project(rows)
+            elif back.explains(rows[0]):
+                back.uses.clear()
+                return
+            else:  # something was added to what the layers have projected, and will be in the steps to come
+                done = back.gradient().unsqueeze(0)
+                projected = done + self.project(rows - done)
+                self._backward = None
+            if rows.data_ptr() == gradients[0].data_ptr():  # the rows are the gradient itself
+                rows.copy_(projected)
+                return
+            parts = layout.from_rows(projected, gradients)
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part)
 
     def _projected(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -128,6 +128,23 @@ def test_rows_round_trip(case):
         assert torch.equal(tensor, same)
 
 
+@given(layers_with_inputs(), st.booleans(), st.integers(0, 4))
+def test_rows_in_memory_order_are_projected_as_others(case, channels_last, rank):
+    (layer,) = layers_of(case[0])
+    if channels_last and layer.weight.dim() > 3:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        layer.module.to(memory_format=formats[layer.weight.dim()])
+    rows = layer.rows([layer.weight])
+    factor = torch.randn(rows.shape[0], rows.shape[2], rank, dtype=torch.float64)
+    other, reordered = layer.in_memory_order(factor)
+    for leading in (rows, rows.expand(2, *rows.shape)):
+        assert torch.equal(other.weight_like(other.rows([layer.weight]).expand_as(leading)), layer.weight_like(leading))
+    expected = layer.weight_like(rows @ factor @ factor.mT)
+    projected = other.weight_like(other.rows([layer.weight]) @ reordered @ reordered.mT)
+    torch.testing.assert_close(projected, expected)
+    assert other.rows([layer.weight]).data_ptr() == layer.weight.data_ptr()  # without a copy
+
+
 def test_map_sorts_a_model_into_kinds():
     class Same(nn.Linear):
         pass

@@ -1,5 +1,7 @@
 """Projecting batches in the backward pass equals projecting gradients, is taken where it should be, and protects."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from avalanche.training.plugins import AGEMPlugin, EWCPlugin, LwFPlugin
@@ -7,7 +9,10 @@ from avalanche.training.supervised import Naive
 from torch import nn
 
 from became_avalanche import GPMPlugin, SGPPlugin, TRGPPlugin
+from became_avalanche.layers.model import layers_of
+from became_avalanche.plugins.guard import Guard, Step
 from became_avalanche.subspace import backward
+from became_avalanche.subspace.basis import Projector
 from tests.helpers import Network, Spy, blobs, naive, weights
 from tests.plugins.test_projection import OPTIMIZERS, InputStore, excess_drift
 
@@ -294,3 +299,30 @@ def test_a_strategy_that_does_not_call_its_plugins_is_noticed():
     strategy.train(first)
     with pytest.warns(UserWarning, match=r"Silent has trained without calling before_update.*not protect"):
         strategy.train(second)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_channels_last_weights_are_projected_where_they_lie(optimizer, monkeypatch):
+    torch.manual_seed(0)
+    weight = nn.Conv2d(3, 4, 2, dtype=torch.float64)
+    projector = Projector.away_from(torch.linalg.qr(torch.randn(1, 12, 5, dtype=torch.float64)).Q)
+    views, results = [], []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda own, other: (views.append(own.data_ptr()), copy(own, other))[1])
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        module = deepcopy(weight).to(memory_format=memory_format)
+        (layer,) = layers_of(module)
+        guard = Guard("weight", [module.weight], projector, [layer])
+        own = optimizer([module.weight], lr=0.1)
+        module(torch.linspace(-1, 1, 2 * 3 * 4 * 4, dtype=torch.float64).reshape(2, 3, 4, 4)).square().sum().backward()
+        views.clear()
+        with torch.no_grad():
+            guard.before_update(Step.of(own))
+            assert views == ([module.weight.grad.data_ptr()] if optimizer is torch.optim.SGD else [])
+            own.step()
+            guard.after_update()
+        results.append(module.weight.detach() - weight.weight.detach())
+    torch.testing.assert_close(*results)
+    rows = results[0].reshape(1, 4, 12)
+    torch.testing.assert_close(projector(rows), rows)
+    assert rows.norm() > 0
