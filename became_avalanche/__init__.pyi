@@ -2,6 +2,8 @@ from .analysis.path import PathScan as PathScan
 from .analysis.path import scan_path as scan_path
 from .benchmarks.cifar import cifar100_superclass as cifar100_superclass
 from .benchmarks.cifar import split_cifar100 as split_cifar100
+from .benchmarks.digits import class_digits as class_digits
+from .benchmarks.digits import domain_digits as domain_digits
 from .benchmarks.digits import permuted_digits as permuted_digits
 from .benchmarks.digits import split_digits as split_digits
 from .benchmarks.five import five_datasets as five_datasets
@@ -16,6 +18,7 @@ from .metrics.accuracy import AccuracyMatrix as AccuracyMatrix
 from .models.alexnet import AlexNet as AlexNet
 from .models.lenet import LeNet as LeNet
 from .models.mlp import MultiHeadMLP as MultiHeadMLP
+from .models.mlp import SingleHeadMLP as SingleHeadMLP
 from .models.multihead import HeadsWithoutBias as HeadsWithoutBias
 from .models.multihead import MultiHeadNetwork as MultiHeadNetwork
 from .models.preact_resnet import PreActResNet18 as PreActResNet18

@@ -176,6 +176,8 @@ def benchmark_of(
     test: Sequence[Images],
     transforms: Sequence[Transform],
     augment: Transform | None = None,
+    *,
+    task_labels: bool = True,
 ) -> GenericCLScenario:
     """An Avalanche benchmark with a task label for each task, and a stream ``valid`` if there is any.
 
@@ -183,10 +185,12 @@ def benchmark_of(
     :param transforms: stored images to floats, for each task.
     :param augment: stored images to such images, on the training stream while it is trained on. A transform group
         that a user adds takes its place.
+    :param task_labels: whether tasks have labels of their own; otherwise all have the label 0.
     """
 
-    def task(images: Images, label: int, training: bool) -> ImageTask:
-        tensor = ImageTensor(images, transforms[label], augment if training else None)
+    def task(images: Images, t: int, training: bool) -> ImageTask:
+        tensor = ImageTensor(images, transforms[t], augment if training else None)
+        label = t if task_labels else 0
         attributes = [
             DataAttribute(tensor.targets.tolist(), "targets"),
             DataAttribute(ConstantSequence(label, len(tensor)), "targets_task_labels", use_in_getitem=True),
@@ -196,7 +200,7 @@ def benchmark_of(
 
     return GenericCLScenario(
         stream_definitions={
-            name: ([task(images, label, name == "train") for label, images in enumerate(tasks)],)
+            name: ([task(images, t, name == "train") for t, images in enumerate(tasks)],)
             for name, tasks in (("train", train), ("test", test), ("valid", valid))
             if tasks
         }

@@ -131,6 +131,25 @@ UNTUNED: dict[str, Options] = {
 }
 """Untuned defaults for methods that the paper has no hyperparameters for."""
 
+
+def _single_head(name: str, stream: str, **options: Any) -> Benchmark:
+    return Benchmark(
+        name=name,
+        stream=_stream(stream, 5),
+        network=_network("single-head-mlp", **options),
+        recipe=_DIGITS_RECIPE,
+        hyperparameters=UNTUNED,
+        untuned=frozenset(UNTUNED),
+    )
+
+
+SINGLE_HEAD = (
+    _single_head("class-digits", "class-digits"),
+    _single_head("class-digits-fixed", "class-digits", n_classes=10),
+    _single_head("domain-digits", "domain-digits", n_classes=10),
+)
+"""One head for all tasks: it grows with the classes, or has all outputs from the start."""
+
 # -------------------------------------------------------------------------------------------------------- GPM family
 
 Column = tuple[Recipe, Options]
@@ -232,7 +251,7 @@ SMALL = Benchmark(
 )
 """CIFAR-100 with a recipe that reaches its plateau within some 15 epochs per stage."""
 
-BENCHMARKS = {benchmark.name: benchmark for benchmark in (*EMBEDDED, *GPM_FAMILY, *NSCL_FAMILY, SMALL)}
+BENCHMARKS = {benchmark.name: benchmark for benchmark in (*EMBEDDED, *SINGLE_HEAD, *GPM_FAMILY, *NSCL_FAMILY, SMALL)}
 
 
 def find_benchmark(name: str) -> Benchmark:

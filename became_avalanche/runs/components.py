@@ -24,6 +24,8 @@ class SpecError(UserError, ValueError):
 STREAMS: dict[str, str] = {
     "split-digits": "became_avalanche.benchmarks.digits:split_digits",
     "permuted-digits": "became_avalanche.benchmarks.digits:permuted_digits",
+    "class-digits": "became_avalanche.benchmarks.digits:class_digits",
+    "domain-digits": "became_avalanche.benchmarks.digits:domain_digits",
     "split-cifar100": "became_avalanche.benchmarks.cifar:split_cifar100",
     "cifar100-superclass": "became_avalanche.benchmarks.cifar:cifar100_superclass",
     "cifar100-superclass-in-turn": "became_avalanche.benchmarks.orders:cifar100_superclass_in_turn",
@@ -37,6 +39,7 @@ stream that reads files has the parameters ``dataset_root`` and ``device``, too.
 
 NETWORKS: dict[str, str] = {
     "mlp": "became_avalanche.models.mlp:MultiHeadMLP",
+    "single-head-mlp": "became_avalanche.models.mlp:SingleHeadMLP",
     "alexnet": "became_avalanche.models.alexnet:AlexNet",
     "lenet": "became_avalanche.models.lenet:LeNet",
     "reduced-resnet18": "became_avalanche.models.resnet:ReducedResNet18",
