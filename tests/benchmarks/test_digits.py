@@ -4,7 +4,14 @@ import torch
 from avalanche.training.plugins import LwFPlugin
 from sklearn.datasets import load_digits
 
-from became_avalanche import MultiHeadMLP, permuted_digits, split_digits
+from became_avalanche import (
+    MultiHeadMLP,
+    SingleHeadMLP,
+    class_digits,
+    domain_digits,
+    permuted_digits,
+    split_digits,
+)
 from tests.helpers import naive
 
 
@@ -86,3 +93,33 @@ def test_multi_head_mlp_learns_and_built_in_plugins_accept_the_stream():
     model.eval()
     accuracy = (model(x, torch.ones(len(x), dtype=torch.long)).argmax(1) == y).float().mean()
     assert accuracy > 0.9
+
+
+def test_class_incremental_digits_have_new_classes_and_one_task_label():
+    benchmark, split = class_digits(seed=3), split_digits(seed=3)
+    for t in range(5):
+        for stream, same in ((benchmark.train_stream, split.train_stream), (benchmark.test_stream, split.test_stream)):
+            x, y, labels = arrays(stream[t])
+            assert labels == {0} == {stream[t].task_label}
+            assert set(y.tolist()) == {2 * t, 2 * t + 1} == set(stream[t].classes_in_this_experience)
+            other, classes, _ = arrays(same[t])
+            assert torch.equal(x, other)
+            assert torch.equal(y, classes + 2 * t)
+
+
+def test_domain_incremental_digits_are_the_permuted_ones_with_one_task_label():
+    benchmark, permuted = domain_digits(seed=3, n_tasks=2), permuted_digits(seed=3, n_tasks=2)
+    for experience, same in zip(benchmark.train_stream, permuted.train_stream, strict=True):
+        x, y, labels = arrays(experience)
+        other, classes, _ = arrays(same)
+        assert labels == {0}
+        assert torch.equal(x, other)
+        assert torch.equal(y, classes)
+
+
+@pytest.mark.parametrize(("n_classes", "outputs"), [(None, 4), (10, 10)])
+def test_a_single_head_grows_or_is_fixed(n_classes, outputs):
+    model, benchmark = SingleHeadMLP(n_classes), class_digits()
+    strategy = naive(model, train_epochs=1, train_mb_size=64)
+    strategy.train(benchmark.train_stream[:2])
+    assert model(torch.zeros(3, 1, 8, 8)).shape == (3, outputs)
