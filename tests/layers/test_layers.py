@@ -142,7 +142,8 @@ def test_rows_in_memory_order_are_projected_as_others(case, channels_last, rank)
     expected = layer.weight_like(rows @ factor @ factor.mT)
     projected = other.weight_like(other.rows([layer.weight]) @ reordered @ reordered.mT)
     torch.testing.assert_close(projected, expected)
-    assert other.rows([layer.weight]).data_ptr() == layer.weight.data_ptr()  # without a copy
+    if isinstance(case[0], nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        assert other.rows([layer.weight]).data_ptr() == layer.weight.data_ptr()  # without a copy
 
 
 def test_map_sorts_a_model_into_kinds():

@@ -317,7 +317,7 @@ def test_channels_last_weights_are_projected_where_they_lie(optimizer, monkeypat
         module(torch.linspace(-1, 1, 2 * 3 * 4 * 4, dtype=torch.float64).reshape(2, 3, 4, 4)).square().sum().backward()
         views.clear()
         with torch.no_grad():
-            guard.before_update(Step.of(own))
+            guard.before_update(Step(optimizer is torch.optim.SGD, momentum=False, fresh=True, decays={}))
             assert views == ([module.weight.grad.data_ptr()] if optimizer is torch.optim.SGD else [])
             own.step()
             guard.after_update()
