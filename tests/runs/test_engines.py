@@ -116,7 +116,8 @@ def test_lines_of_several_workers_do_not_mix(store, capfd):
     with Progress({spec.key(): spec for spec in specs}) as progress:
         for outcome in Processes(2).run(specs, store, Local(), progress):
             progress.finished(outcome.spec.key(), outcome.record, outcome.problem)
-    lines = capfd.readouterr().err.splitlines()
+    first, *lines = capfd.readouterr().err.splitlines()
+    assert first == "3 of 3 runs to train"
     stage = r"task \d of 2, stage \d: 1 epoch(, accuracy [\d.]+ %)?, [\d.]+ s \(about .* left\)"
     end = r"done, ACC [\d.]+ %, BWT -?[\d.]+ % \(\d of 3 runs\)"
     for line in lines:
