@@ -1,10 +1,8 @@
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -386,33 +384,3 @@ def test_presets_and_data_are_listed(became, tmp_path):
     assert (code, err) == (0, "")
     assert "CIFAR-100: missing\n" in out
     assert f"TinyImageNet: incomplete or corrupt\n  {tmp_path}/tiny-imagenet-200" in out
-
-
-def test_a_real_process_is_interrupted_and_resumed(tmp_path):
-    command = [*BECAME, "compare", "--methods", "finetune,gpm", "--seeds", "1", "--tasks", "2", "--epochs", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, "--seeds", "50"],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs are started without it
-    )
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.glob("runs/*/record.json")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    try:
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    message = r"became: interrupted; \d+ of 100 runs are finished in runs\. Rerun the same command to resume\."
-    assert re.fullmatch(message, stderr.splitlines()[-1])
-    assert "Traceback" not in stderr
-    run = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
-    assert run.returncode == 0, run.stderr
-    assert re.search(r"^finetune +\d\d\.\d\d ", run.stdout, re.M)
-    assert "Warning" not in run.stderr

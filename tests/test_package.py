@@ -1,7 +1,6 @@
 import inspect
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import became_avalanche
@@ -20,13 +19,13 @@ def test_public_names_are_documented_and_typed():
                 assert "return" in method.__annotations__, f"{name}.{method_name}"
 
 
-def test_quickstart_prints_acc_and_bwt():
+def test_quickstart_prints_acc_and_bwt(capsys):
     script = ROOT / "experiments" / "quickstart.py"
     assert len(script.read_text().splitlines()) <= 30
     assert "plugins=[GPMPlugin(), BecameMergePlugin()]" in script.read_text()
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    runpy.run_path(str(script), run_name="__main__")
     pattern = r"after task +(\d+): ACC (\d+\.\d)%, BWT (.*)%"
-    numbers = [re.fullmatch(pattern, line) for line in run.stdout.splitlines()]
+    numbers = [re.fullmatch(pattern, line) for line in capsys.readouterr().out.splitlines()]
     assert all(numbers)
     assert [int(match[1]) for match in numbers] == list(range(1, 11))
     assert float(numbers[-1][2]) > 80  # chance is 10

@@ -204,17 +204,25 @@ def study(root, *options):
         str(root),
         *options,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*BECAME, *arguments], env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        [*BECAME, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs are started without it
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def read_until(process, text):
-    """Read lines of the progress until one has this text."""
+    """Read lines of the progress until one has this text, and return them."""
+    lines = []
     for line in process.stderr:
+        lines.append(line)
         if text in line:
-            return
-    pytest.fail(f"the study ended before {text!r}")
+            return "".join(lines)
+    return pytest.fail(f"the study ended before {text!r}: {lines}")
 
 
 def wait_until_alone(group, seconds=20):
@@ -229,10 +237,11 @@ def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(engine
     root = tmp_path / "runs"
     options = ["--engine", engine, *(["--workers", "2"] if engine == "processes" else [])]
     process = study(root, *options)
-    read_until(process, "task 2 of 5, stage 1")
+    before = read_until(process, "task 2 of 5, stage 1")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert not re.search(r"Warning: (?!\d+ threads)", before + errors)  # on one processor, two workers get a warning
     assert f"became: interrupted; 0 of 2 runs are finished in {root}. Rerun the same command to resume." in errors
     assert "Traceback" not in errors
     assert wait_until_alone(process.pid) == []
