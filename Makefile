@@ -2,12 +2,16 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= 2
+
+# The networks of the tests are tiny: several threads would only wait for each other.
+test test-long: export OMP_NUM_THREADS = 1
 
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 	$(MAKE) docs
 
 # opens the report in Chromium, which is installed if need be and possible; without it, the tests are skipped

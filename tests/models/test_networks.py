@@ -79,8 +79,8 @@ def torchvision_network():
 def test_networks_train_with_projection_and_merge(make):
     torch.manual_seed(0)
     merge = BecameMergePlugin()
-    benchmark = blobs(n_tasks=2, samples=8, shape=(3, 32, 32))
-    strategy = naive(make(), [GPMPlugin(n_samples=8), merge], train_epochs=1, train_mb_size=8)
+    benchmark = blobs(n_tasks=2, samples=4, shape=(3, 32, 32))
+    strategy = naive(make(), [GPMPlugin(n_samples=2), merge], train_epochs=1, train_mb_size=4)
     for experience in benchmark.train_stream:
         strategy.train(experience)
     strategy.eval(benchmark.test_stream)

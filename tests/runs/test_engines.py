@@ -232,8 +232,17 @@ def wait_until_alone(group, seconds=20):
     return left
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The runs of ``study``."""
+    store = Store(tmp_path_factory.mktemp("whole"))
+    for method in ("gpm", "gpm+became"):
+        run(find_benchmark("split-digits").spec(method, max_epochs=8), store)
+    return store
+
+
 @pytest.mark.parametrize("engine", ["inline", "processes"])
-def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(engine, tmp_path):
+def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(engine, tmp_path, uninterrupted):
     root = tmp_path / "runs"
     options = ["--engine", engine, *(["--workers", "2"] if engine == "processes" else [])]
     process = study(root, *options)
@@ -247,12 +256,12 @@ def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(engine
     assert wait_until_alone(process.pid) == []
 
     specs = [find_benchmark("split-digits").spec(method, max_epochs=8) for method in ("gpm", "gpm+became")]
-    store, whole = Store(root), Store(tmp_path / "whole")
+    store = Store(root)
     ended = outcomes(Inline(), specs, store)
     assert any(outcome.record.resumed for outcome in ended)
     for outcome in ended:
-        assert numbers(outcome.record) == numbers(run(outcome.spec, whole))
-        assert same(final_state(store, outcome.spec), final_state(whole, outcome.spec))
+        assert numbers(outcome.record) == numbers(uninterrupted.find(outcome.spec))
+        assert same(final_state(store, outcome.spec), final_state(uninterrupted, outcome.spec))
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):
