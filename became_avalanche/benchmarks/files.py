@@ -237,7 +237,6 @@ def equal_classes(path: Path, labels: Array, classes: int, per_class: int) -> Te
 
 # ---------------------------------------------------------------------------------------------------------- idx files
 
-
 IDX_LIMIT = 2**30
 """No file of this kind has more bytes; a compressed one could unpack to any number."""
 
@@ -249,7 +248,9 @@ def load_idx(folder: Path, name: str) -> Tensor:
         path = folder / f"{name}.gz"
     try:
         with open_file(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-            content = file.read(IDX_LIMIT + 1)
+            content = bytearray()
+            while len(content) <= IDX_LIMIT and (part := file.read(2**20)):
+                content += part
         zero, kind, dimensions = struct.unpack_from(">HBB", content)
         shape = struct.unpack_from(f">{dimensions}I", content, 4)
     except FileNotFoundError:
@@ -259,7 +260,7 @@ def load_idx(folder: Path, name: str) -> Tensor:
     start = 4 + 4 * dimensions
     if zero != 0 or kind != 8 or len(content) != start + prod(shape):
         raise ValueError(f"{path} is an incomplete idx file: it has {len(content)} bytes; {DOWNLOAD_AGAIN}")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=start).reshape(shape)
 
 
 # ---------------------------------------------------------------------------------------------------- folders of images
