@@ -6,6 +6,7 @@ more memory than the file justifies. ``make test-long`` tries 12,000 damaged fil
 
 import errno
 import gzip
+import io
 import json
 import os
 import pickle

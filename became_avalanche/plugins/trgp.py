@@ -20,7 +20,7 @@ from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdO
 from became_avalanche.strategy.protocols import OwnsParameters
 from became_avalanche.strategy.tasks import continues
 from became_avalanche.subspace import backward
-from became_avalanche.subspace.basis import compact, orthonormal, reach
+from became_avalanche.subspace.basis import MAX_THRESHOLD, compact, orthonormal, reach
 from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
         chosen = reach(along.gather(-1, order), threshold, total, below=self.reference and old is None)
         chosen = torch.zeros_like(chosen).scatter(-1, order, chosen)
         again, fresh = chosen.split_with_sizes([stored.shape[-1], energies.shape[-1]], dim=-1)
+        fresh = fresh & (energies > (1 - MAX_THRESHOLD) * total)  # less is rounding, of a basis that is full
         new = orthonormal(vectors, fresh, basis)
         fresh = fresh[..., : new.shape[-1]]
         space = torch.cat([again, fresh], dim=-1)

@@ -108,6 +108,10 @@ class _Budget(BaseModel):
     epochs: int
 
 
+class _Length(BaseModel):
+    n_tasks: int
+
+
 class _Spec(BaseModel):
     """What readers of records need to know of a specification."""
 
@@ -116,7 +120,7 @@ class _Spec(BaseModel):
     n_tasks: Annotated[int, Ge(1), Le(100_000)]
     max_epochs: int | None
     recipe: _Budget
-    stream: dict[str, Any]
+    stream: _Length
     network: dict[str, Any]
 
 
