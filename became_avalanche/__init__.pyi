@@ -1,4 +1,6 @@
-from .analysis.path import PathScan as PathScan
+from .analysis.endpoints import measure_landscape as measure_landscape
+from .analysis.endpoints import open_merge as open_merge
+from .analysis.endpoints import scan_kept_path as scan_kept_path
 from .analysis.path import scan_path as scan_path
 from .benchmarks.cifar import cifar100_superclass as cifar100_superclass
 from .benchmarks.cifar import split_cifar100 as split_cifar100
@@ -37,13 +39,18 @@ from .plugins.plateau import TrainingPlateauPlugin as TrainingPlateauPlugin
 from .plugins.projection import GradientProjectionPlugin as GradientProjectionPlugin
 from .plugins.sgp import SGPPlugin as SGPPlugin
 from .plugins.trgp import TRGPPlugin as TRGPPlugin
+from .results.figures import FIGURES as FIGURES
+from .results.figures import landscape_figure as landscape_figure
 from .results.figures import path_figure as path_figure
+from .results.figures import save_figure as save_figure
 from .results.metrics import METRICS as METRICS
 from .results.record import MergeRecord as MergeRecord
 from .results.record import Record as Record
 from .results.record import read_record as read_record
 from .results.record import read_records as read_records
 from .results.report import report as report
+from .results.scans import Landscape as Landscape
+from .results.scans import PathScan as PathScan
 from .runs.catalogue import Benchmark as Benchmark
 from .runs.catalogue import find_benchmark as find_benchmark
 from .runs.engines import Inline as Inline

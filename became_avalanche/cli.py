@@ -261,6 +261,64 @@ def print_table(source: Path, out: Path, form: str, metrics: str) -> None:
             click.echo(f"\n{found}")
 
 
+@became.command()
+@SOURCE
+@OUT
+@click.option("--figure", help="Its name. Default: all that can be drawn; `--figure list` lists them.")
+@click.option("--to", type=click.Path(path_type=Path), help="Folder to write to. Default: figures, beside the runs.")
+@click.option("--task", type=click.IntRange(2), help="The merge to look at (path, landscape). Default: the first kept.")
+@click.option("--samples", default=500, show_default=True, type=click.IntRange(1), help="Per task (path, landscape).")
+@DATA
+def plot(source: Path, out: Path, figure: str | None, to: Path | None, **options: Any) -> None:
+    """Draw the figures of SOURCE: a folder of runs, the folder of one run, or the TOML file of a study.
+
+    Each figure is written as PDF and PNG. The figures path and landscape look at the weights of a merge. They need runs
+    that were trained with --keep endpoints. What they measure is kept beside the record, so it is measured once.
+    """
+    _quiet()
+    from became_avalanche.files import look_up
+    from became_avalanche.results.figures import FIGURES, SCANS, NothingToDrawError, save_figure
+
+    known = {**{name: named.title for name, named in FIGURES.items()}, **SCANS}
+    if figure == "list":
+        for name, title in known.items():
+            click.echo(f"{name:13} {title}")
+        return
+    if figure is not None:
+        try:
+            look_up("figure", figure, known)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+    alone = (source / "record.json").exists()
+    root = source.parent if alone else source if source.is_dir() else out
+    folder = to or (source if source.is_dir() else out) / "figures"
+    written, problems = [], []
+    groups = _comparisons(source, out)
+    for k, records in enumerate(groups):
+        prefix = "" if len(groups) == 1 else f"{k + 1}-{records[0].benchmark}-"
+        for name in [figure] if figure else known:
+            try:
+                drawn = (
+                    {name: FIGURES[name].draw(records)}
+                    if name in FIGURES
+                    else _draw_scans(name, records, root, measure=figure is not None, **options)
+                )
+            except NothingToDrawError as error:
+                problems.append(f"{name} of {records[0].benchmark}: {error}")
+                continue
+            except ValueError as error:
+                raise click.UsageError(str(error)) from None
+            folder.mkdir(parents=True, exist_ok=True)
+            for stem, image in drawn.items():
+                written += save_figure(image, folder / f"{prefix}{stem}")
+    for path in written:
+        click.echo(path)
+    for problem in problems:
+        click.echo(f"became: not drawn: {problem}", err=True)
+    if not written:
+        sys.exit(2)
+
+
 def main() -> None:
     """Entry point: user errors are one line and exit code 2. Modules of the working directory can be imported."""
     sys.path.append(str(Path.cwd()))
@@ -349,6 +407,39 @@ def _comparisons(source: Path, out: Path) -> list[list[Record]]:
     if not records:
         raise click.UsageError(f"there are no records of runs in {source if source.is_dir() else out}")
     return comparisons(records)
+
+
+def _draw_scans(
+    name: str, records: Sequence[Record], root: Path, measure: bool, task: int | None, samples: int, data: Path
+) -> dict[str, Any]:
+    """The figures around the merges of each run by file name, from what was measured before or, if asked for, is now.
+
+    :param root: the folder of the runs.
+    :param measure: whether to measure what was not measured before and is not of the wished task.
+    """
+    from became_avalanche.files import write_atomically
+    from became_avalanche.results.figures import NothingToDrawError, landscape_figure, path_figure
+    from became_avalanche.results.scans import Landscape, PathScan, read_scans
+
+    kind: Any = PathScan if name == "path" else Landscape
+    drawn = {}
+    for record in (record for record in records if record.merges):
+        folder = root / record.key
+        scans = [scan for scan in read_scans(kind, folder) if task in (None, scan.t)]
+        if not scans and measure and (kept := sorted(folder.glob("endpoints-*.safetensors"))):
+            from became_avalanche.analysis.endpoints import measure_landscape, open_merge, scan_kept_path
+
+            t = task or int(kept[0].stem.removeprefix("endpoints-"))
+            measured: Any = scan_kept_path if name == "path" else measure_landscape
+            scans = [measured(open_merge(folder, t, data), n_samples=samples)]
+            write_atomically(kind.path(folder, t), scans[0].to_json())
+        stem = name if sum(bool(other.merges) for other in records) == 1 else f"{name}-{record.label}-seed{record.seed}"
+        if scans:
+            drawn[stem] = path_figure(scans) if name == "path" else landscape_figure(scans[0])
+    if not drawn:
+        how = "train with --keep endpoints" if measure else f"ask for it with --figure {name}"
+        raise NothingToDrawError(f"no run has its weights around a merge measured: {how}")
+    return drawn
 
 
 # ----------------------------------------------------------------------------------------------------------- studies

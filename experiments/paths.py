@@ -14,7 +14,7 @@ and `exact` look at the same weights with the mean statistics of the task's trai
 import argparse
 import json
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -101,7 +101,10 @@ def main() -> None:
     while not session.finished:
         session.step()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    content = [{**asdict(scan), "estimates": marks} for scan, marks in zip(paths.scans, paths.marks, strict=True)]
+    content = [
+        {**scan.model_dump(exclude={"n_samples"}), "estimates": marks}
+        for scan, marks in zip(paths.scans, paths.marks, strict=True)
+    ]
     (arguments.out / "paths.json").write_text(json.dumps(content, indent=1) + "\n")
     path_figure(paths.scans, paths.marks).savefig(arguments.out / "paths.png", dpi=150)
     print(table(content))

@@ -105,6 +105,8 @@ def test_without_a_command_there_is_help(became):
         ("report nowhere", "'nowhere' does not exist"),
         ("report .", "there are no records of runs in ."),
         ("report wrong.toml", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
+        ("plot .", "there are no records of runs in ."),
+        ("plot . --figure heatmap", "unknown figure 'heatmap'; "),
         ("presets 6-datasets", "unknown benchmark '6-datasets'; did you mean '5-datasets'?"),
         ("campare", "No such command 'campare'"),
     ],
@@ -187,6 +189,39 @@ def test_tables_of_a_folder_a_run_and_a_study(became, tmp_path, file):
 def write(folder, record):
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(record.to_json())
+
+
+def test_figures_of_a_folder_and_of_a_study(became, tmp_path):
+    for method in ("gpm", "gpm-2x", "gpm+became"):
+        write(tmp_path / "folder" / f"{method}.0", made_up(method, 0))
+    code, out, err = became("plot", "folder", "--figure", "final")
+    assert (code, out, err) == (0, "folder/figures/final.pdf\nfolder/figures/final.png\n", "")
+    code, out, err = became("plot", "folder", "--to", "there")
+    assert code == 0
+    assert (tmp_path / "there" / "comparison.pdf").read_bytes().startswith(b"%PDF")
+    assert "became: not drawn: ranks of made-up: none of these runs is done and has protected layers" in err
+    assert "ask for it with --figure landscape" in err
+    code, out, err = became("plot", "folder", "--figure", "ranks")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    code, out, _ = became("plot", "folder", "--figure", "list")
+    assert {"training", "path", "landscape"} <= {line.split()[0] for line in out.splitlines()}
+
+    assert compare(became, "gpm+became", "--tasks", "2", "--keep", "endpoints")[0] == 0
+    (run,) = (tmp_path / "runs").glob("blobs*/")
+    for name, file in (("path", "pathscan-002.json"), ("landscape", "landscape-002.json")):
+        code, out, err = became("plot", str(run), "--figure", name, "--samples", "5")
+        assert (code, err) == (0, "")
+        measured = (run / file).read_bytes()
+        assert became("plot", "runs", "--figure", name, "--samples", "6")[0] == 0
+        assert (run / file).read_bytes() == measured  # measured once
+    (run / "endpoints-002.safetensors").unlink()
+    code, out, _ = became("plot", "runs", "--figure", "landscape")
+    assert code == 0
+    assert "runs/figures/landscape.png" in out
+    code, _, err = became("plot", "runs", "--figure", "path", "--task", "3")
+    assert code == 2
+    assert "train with --keep endpoints" in err
 
 
 def test_tables_of_records_need_no_torch(tmp_path):

@@ -20,7 +20,7 @@ ALLOWED = {
     "metrics": {"files", "results", "strategy"},
     "logging": set(),
     "results": {"files"},
-    "analysis": {"files", "results", "strategy", *MATHS, *PARTS},
+    "analysis": {"files", "results", "runs", "strategy", *MATHS, *PARTS},
     "runs": {"files", "results", "strategy", *MATHS, *PARTS},
     "cli": {"files", "results", "runs", "analysis"},
     "__main__": {"cli"},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,39 +15,9 @@ from tqdm import tqdm
 from became_avalanche.merging.fisher import curvature_along
 from became_avalanche.merging.rules import MergeInputs
 from became_avalanche.plugins.merge import BecameMergePlugin
+from became_avalanche.results.scans import PathScan
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.weights import interpolate, restore, snapshot
-
-
-@dataclass(frozen=True)
-class PathScan:
-    """Loss and accuracy of each task at ``θ_GP + λ Δ``."""
-
-    t: int
-    """The task, counted from 1."""
-    coefficients: list[float]
-    """λ from 0 to 1."""
-    loss: list[list[float]]
-    """A row per task, a column per λ: mean loss over the samples."""
-    accuracy: list[list[float]]
-    """The same for the fraction of right answers."""
-    chosen: float
-    """The λ of the merge."""
-    plasticity: float
-    """Δᵀ F Δ of the merge, with the diagonal of F."""
-    curvature: float
-    """Δᵀ F Δ with the whole of F, on the samples of the last task."""
-
-    @property
-    def cumulative_loss(self) -> list[float]:
-        """The sum of the losses of all tasks, for each λ."""
-        return [sum(column) for column in zip(*self.loss, strict=True)]
-
-    @property
-    def best(self) -> float:
-        """The λ with the least cumulative loss."""
-        losses = self.cumulative_loss
-        return self.coefficients[losses.index(min(losses))]
 
 
 def scan_path(
@@ -71,38 +40,58 @@ def scan_path(
     :param step: between two λ.
     """
     path = _path_of(plugin, strategy)
-    if not 0 < step <= 1:
-        raise ValueError(f"step must be above 0 and at most 1; got {step}")
+    coefficients = grid(step)
     tasks = list(experiences)
     if not tasks:
         raise ValueError("there is nothing to measure: pass the experiences of the tasks seen so far")
-    n_steps = round(1 / step)
-    coefficients = [k / n_steps for k in range(n_steps + 1)]
     here, experience = snapshot(strategy), strategy.experience
-    points = []
     try:
         restore(strategy, path.candidate)
         curvature = _curvature(strategy, path, tasks[-1], n_samples)
-        for coefficient in tqdm(coefficients, desc=f"path of task {path.t}", leave=False, disable=None):
-            restore(strategy, interpolate(path.base, path.candidate, coefficient, coefficient))
-            points.append([_measure(strategy, task, n_samples) for task in tasks])
+        loss, accuracy = walk(strategy, path.base, path.candidate, coefficients, tasks, n_samples)
     finally:
         restore(strategy, here)
         strategy.experience = experience
     record = plugin.merges[-1]
     return PathScan(
         t=path.t,
+        n_samples=n_samples,
         coefficients=coefficients,
-        loss=[[losses[i][0] for losses in points] for i in range(len(tasks))],
-        accuracy=[[losses[i][1] for losses in points] for i in range(len(tasks))],
+        loss=loss,
+        accuracy=accuracy,
         chosen=record.coefficient,
         plasticity=record.plasticity,
         curvature=curvature,
     )
 
 
+def grid(step: float) -> list[float]:
+    """λ from 0 to 1 in steps of about ``step``."""
+    if not 0 < step <= 1:
+        raise ValueError(f"step must be above 0 and at most 1; got {step}")
+    n_steps = round(1 / step)
+    return [k / n_steps for k in range(n_steps + 1)]
+
+
+def walk(
+    strategy: SupervisedTemplate,
+    base: Mapping[str, Tensor],
+    candidate: Mapping[str, Tensor],
+    coefficients: Sequence[float],
+    tasks: Sequence[Any],
+    n_samples: int | None,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Mean loss and accuracy, a row per task and a column per λ. The strategy keeps the last weights."""
+    points = []
+    for coefficient in tqdm(coefficients, desc="path", leave=False, disable=None):
+        restore(strategy, interpolate(base, candidate, coefficient, coefficient))
+        points.append([measure(strategy, task, n_samples) for task in tasks])
+    loss, accuracy = ([[point[i][k] for point in points] for i in range(len(tasks))] for k in (0, 1))
+    return loss, accuracy
+
+
 @torch.no_grad()
-def _measure(strategy: SupervisedTemplate, experience: Any, n_samples: int | None) -> tuple[float, float]:
+def measure(strategy: SupervisedTemplate, experience: Any, n_samples: int | None) -> tuple[float, float]:
     """Mean loss and accuracy at the weights as they are."""
     loss, right, samples = 0.0, 0, 0
     strategy.experience = experience
@@ -140,10 +129,16 @@ def _path_of(plugin: BecameMergePlugin, strategy: SupervisedTemplate) -> MergeIn
             "there is no path to scan: make the plugin with BecameMergePlugin(keep_last_merge=True), and scan after "
             "the second task or a later one"
         )
-    foreign = plugin.last_merge.fisher.keys() - dict(strategy.model.named_parameters()).keys()
+    check_walkable(strategy, plugin.last_merge.fisher)
+    return plugin.last_merge
+
+
+def check_walkable(strategy: SupervisedTemplate, merged: Iterable[str]) -> None:
+    """Raise a ValueError if weights were merged that are not part of the model."""
+    model = strategy.model
+    foreign = set(merged) - {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     if foreign:
         raise ValueError(
             f"the path cannot be walked: {min(foreign)} was merged with the model but is not part of it (TRGP keeps "
             "its scales itself)"
         )
-    return plugin.last_merge

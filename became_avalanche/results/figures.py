@@ -1,37 +1,301 @@
-"""Figures of records, readable in black and white."""
+"""Figures of records in one style: colours for the colour-blind, markers and lines that can be told apart in grey.
+
+``FIGURES`` has all figures of records by name. Each is a function of records that draws into ``ax`` if it is given one,
+and otherwise into a figure of its own. A label with several seeds is drawn as their mean. A new figure is one function
+with ``@_figure`` here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from itertools import cycle
-from math import ceil, nan
-from statistics import fmean
-from typing import Protocol
+from math import ceil, floor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
+from became_avalanche.files import UserError
+from became_avalanche.results.metrics import METRICS, accuracies
 from became_avalanche.results.record import Record
+from became_avalanche.results.scans import Landscape, PathScan
+from became_avalanche.results.statistics import Spread
 from became_avalanche.results.tables import Row, by_label, table
 
-MARKERS = "osD^v<>ph*X"
+COLORS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
+"""Okabe and Ito's palette for the colour-blind, without its yellow."""
+MARKERS = "osD^vPX<>ph"
+LINES = ("-", "--", "-.", ":")
+FEW = 6
+"""So many methods can be told apart in one chart."""
+PANELS = 4
+"""So many panels beside each other are large enough."""
+
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 4.5,
+    "pdf.fonttype": 42,  # text stays text
+}
+
+Values = NDArray[np.float64]
+Drawing = Callable[..., Figure]
+F = TypeVar("F", bound=Drawing)
 
 
+class NothingToDrawError(UserError, ValueError):
+    """The records lack what a figure shows."""
+
+
+class NamedFigure(NamedTuple):
+    """A figure of records."""
+
+    name: str
+    title: str
+    """What it shows, in one line."""
+    draw: Drawing
+
+
+FIGURES: dict[str, NamedFigure] = {}
+"""All figures of records by name."""
+
+SCANS = {
+    "path": "loss of each task along the path of a merge, with the chosen λ",
+    "landscape": "loss and accuracy in the plane through θ*_{t-1}, θ_GP and θ̂, with θ* on it",
+}
+"""The figures around the weights of a merge, by name: ``path_figure`` and ``landscape_figure``."""
+
+
+def _styled(draw: F) -> F:
+    """The function with the style of this module."""
+
+    @wraps(draw)
+    def styled(*args: Any, **kwargs: Any) -> Figure:
+        with mpl.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return styled  # type: ignore[return-value]
+
+
+def _figure(title: str) -> Callable[[F], F]:
+    """Register the decorated function in ``FIGURES``."""
+
+    def register(draw: F) -> F:
+        styled = _styled(draw)
+        FIGURES[draw.__name__] = NamedFigure(draw.__name__, title, styled)
+        return styled
+
+    return register
+
+
+def save_figure(figure: Figure, stem: Path, dpi: int = 150) -> list[Path]:
+    """Write a figure as PDF, for papers, and PNG, for pages; returns the paths."""
+    paths = [stem.with_name(f"{stem.name}.{form}") for form in ("pdf", "png")]
+    for path in paths:
+        with mpl.rc_context(STYLE):
+            figure.savefig(path, dpi=dpi, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+    return paths
+
+
+# --------------------------------------------------------------------------------------------------------- accuracies
+
+
+@_figure("accuracy of each task over training")
+def training(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The test accuracy of each task as training goes on, and the mean over the tasks seen: a panel per method."""
+    return _panels(records, ax, _training, "tasks learned", "accuracy %", lambda run: len(accuracies(run)) > 0)
+
+
+@_figure("accuracy matrix")
+def matrix(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The accuracy on each task (columns) after learning each task (rows) as a heatmap: a panel per method."""
+    known = [run for run in records if run.status == "done" and not run.is_joint and len(accuracies(run))]
+    shown = few_that_matter(known, PANELS)
+    least = min((float(np.nanmin(accuracies(run))) for run in known if run.label in shown), default=0)
+    draw = partial(_matrix, low=10 * floor(10 * least))
+    return _panels(records, ax, draw, "accuracy on task", "after task", lambda run: len(accuracies(run)) > 0)
+
+
+@_figure("average accuracy over training")
+def average(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The mean accuracy over the tasks seen as training goes on; with the standard deviation over seeds at the end."""
+    figure, axes = _own(ax)
+    for label, runs, style in _few(records, lambda run: not run.is_joint):
+        seen = 100 * _stack([[a[t, : t + 1].mean() for t in range(len(a))] for a in map(accuracies, runs)])
+        mean = seen.mean(0)
+        axes.plot(range(1, len(mean) + 1), mean, label=label, **style)
+        if len(seen) > 1:
+            axes.errorbar(len(mean), mean[-1], seen[:, -1].std(ddof=1), color=style["color"], capsize=3, linewidth=1)
+    _tasks_axis(axes, "tasks learned")
+    axes.set_ylabel("accuracy on tasks seen %")
+    _legend(axes, ax)
+    return figure
+
+
+@_figure("final accuracy of each task")
+def final(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The accuracy of each task at the end, with the standard deviation over the tasks (STD) in the legend."""
+    figure, axes = _own(ax)
+    for label, runs, style in _few(records):
+        values = 100 * _stack([accuracies(run)[-1] for run in runs if len(accuracies(run))]).mean(0)
+        std = Spread.of([value for run in runs if (value := METRICS["std"].of(run)) is not None]).mean
+        axes.plot(range(1, len(values) + 1), values, label=f"{label} (STD {100 * std:.1f})", **style)
+    _tasks_axis(axes, "task")
+    axes.set_ylabel("final accuracy %")
+    _legend(axes, ax)
+    return figure
+
+
+@_figure("accuracy after one epoch (AOA) of each task")
+def aoa(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The accuracy on each task after its first epoch of stage 1, from the second task on."""
+    figure, axes = _own(ax)
+    few = _few(records, lambda run: METRICS["aoa"].of(run) is not None, "the accuracy after one epoch")
+    for label, runs, style in few:
+        values = 100 * _stack([[task.first_epoch_accuracy for task in run.tasks[1:]] for run in runs]).mean(0)
+        axes.plot(range(2, len(values) + 2), values, label=f"{label} ({values.mean():.1f})", **style)
+    _tasks_axis(axes, "task")
+    axes.set_ylabel("accuracy after one epoch %")
+    _legend(axes, ax)
+    return figure
+
+
+@_figure("stability (BWT) against plasticity (IM)")
+def bwt_im(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """BWT against IM: methods further up forget less, methods further left learn new tasks better."""
+    figure, axes = _own(ax)
+    few = _few(
+        records,
+        lambda run: METRICS["im"].of(run) is not None and METRICS["bwt"].of(run) is not None,
+        "IM, which needs joint training on each prefix of the tasks (intransigence = true in a study)",
+    )
+    for label, runs, style in few:
+        spreads = [Spread.of([METRICS[name].of(run) or 0.0 for run in runs]) for name in ("im", "bwt")]
+        (x, y), (dx, dy) = zip(*((100 * s.mean, 100 * (s.std or 0)) for s in spreads), strict=True)
+        axes.errorbar(x, y, dy, dx, label=label, **{**style, "linestyle": "", "markersize": 7}, capsize=2, linewidth=1)
+    axes.set_xlabel("IM % (plasticity: left is better)")
+    axes.set_ylabel("BWT % (stability: up is better)")
+    axes.margins(0.15)
+    _legend(axes, ax)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------ merges and memory
+
+
+@_figure("λ of each merge")
+def coefficients(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The coefficient of each merge, and 1/t."""
+    figure, axes = _own(ax)
+    few = _few(records, lambda run: bool(run.merges), "a merge")
+    ts: set[int] = set()
+    for label, runs, style in few:
+        own = [merge.t for merge in runs[0].merges]
+        axes.plot(
+            own, _stack([[merge.coefficient for merge in run.merges] for run in runs]).mean(0), label=label, **style
+        )
+        ts.update(own)
+    axes.plot(sorted(ts), [1 / t for t in sorted(ts)], color="0.6", linewidth=1, marker=".", label="1/t")
+    _tasks_axis(axes, "task")
+    axes.set_xlim(min(ts) - 0.5, max(ts) + 0.5)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel("λ")
+    _legend(axes, ax)
+    return figure
+
+
+@_figure("rank of each layer")
+def ranks(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The number of directions that are protected in each layer after each task: a panel per method."""
+    return _panels(
+        records,
+        ax,
+        _ranks,
+        "tasks learned",
+        "rank",
+        lambda run: bool(run.tasks and run.tasks[-1].ranks),
+        "protected layers",
+    )
+
+
+@_figure("memory and time of each method")
+def costs(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """What the plugins hold after the last task, and the time of training; with ``ax``, the time alone."""
+    rows, styles = table(records, ("seconds", "memory")).rows, _styles(records)
+    metrics = [name for name in ("seconds", "memory") if any(row.values[name] for row in rows)]
+    if not metrics:
+        raise NothingToDrawError("none of these runs measured its time or memory")
+    if ax is not None:
+        return _dots(ax, rows, "seconds", styles)
+    figure = Figure(figsize=(1.5 + 3.2 * len(metrics), max(1.8, 0.28 * len(rows) + 1)), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, name in zip(panels, metrics, strict=True):
+        _dots(axes, rows, name, styles)
+        axes.set_xlim(left=0)
+    for axes in panels[1:]:
+        axes.set_yticklabels([])
+    return figure
+
+
+@_figure("loss of both stages of each task")
+def losses(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """Training and validation loss of one run, epoch by epoch: stage 1, and shaded the stages that follow it.
+
+    The run is the first one whose last task has two stages; a panel for each of its last four tasks, or its last task
+    alone with ``ax``.
+    """
+    traced = [run for run in records if run.tasks and all(stage.training_loss for stage in run.tasks[-1].stages)]
+    if not traced:
+        raise NothingToDrawError("none of these runs noted its losses")
+    run = next((run for run in traced if len(run.tasks[-1].stages) > 1), traced[0])
+    shown = list(range(len(run.tasks)))[-PANELS:] if ax is None else [len(run.tasks) - 1]
+    if ax is None:
+        figure = Figure(figsize=(max(4.2, 2.8 * len(shown)), 3), layout="constrained")
+        panels = list(figure.subplots(1, len(shown), sharey=True, squeeze=False)[0])
+        figure.suptitle(f"{run.label}, seed {run.seed}", fontsize=10)
+    else:
+        figure, panels = _own(ax)[0], [ax]
+    for axes, t in zip(panels, shown, strict=True):
+        _losses(axes, run, t)
+    panels[0].set_ylabel("loss")
+    panels[0].legend()
+    return figure
+
+
+# ----------------------------------------------------------------------------------------------------- whole studies
+
+
+@_styled
 def run_figure(record: Record) -> Figure:
     """The test accuracy of each task of one run as training goes on."""
-    figure = Figure(figsize=(4, 3), layout="constrained")
-    axes = figure.subplots()
-    _accuracies(axes, [record])
-    axes.set_title(f"{record.label}, seed {record.seed}", fontsize=10)
+    figure, axes = _own(None)
+    _training(axes, [record])
+    axes.set_title(f"{record.label}, seed {record.seed}")
     axes.set_xlabel("tasks learned")
     axes.set_ylabel("accuracy %")
     return figure
 
 
+@_figure("comparison of all methods")
+def comparison(records: Sequence[Record], ax: Axes | None = None) -> Figure:
+    """The few methods that matter over training, ACC and BWT of all methods, and λ; with ``ax``, ACC alone."""
+    return comparison_figure(records) if ax is None else _dots(ax, table(records, ("acc",)).rows, "acc")
+
+
+@_styled
 def comparison_figure(records: Iterable[Record], title: str = "") -> Figure:
-    """Accuracy of each task as training goes on, ACC and BWT of all labels, and λ over the tasks.
+    """The average accuracy of the few methods that matter over training, ACC and BWT of all labels, and λ.
 
     The labels are in the order of the records. Only runs that are done are drawn; a label of which some are not says
     how many are, as ``gpm (4 of 5)``.
@@ -41,143 +305,314 @@ def comparison_figure(records: Iterable[Record], title: str = "") -> Figure:
     """
     records = list(records)
     rows = table(records, ("acc", "bwt")).rows
-    done = by_label(record for record in records if record.status == "done")
-    curves = {label: runs for label, runs in done.items() if not runs[0].is_joint}
-    merging = {label: runs for label, runs in done.items() if any(run.merges for run in runs)}
-
-    lines = ceil(len(curves) / 6)
-    columns = ceil(len(curves) / lines) if lines else 0
-    heights = [2.1 * lines + 0.4, 0.3 * len(rows) + 1.2]
-    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=heights).flat
-
-    what = "Each task (grey) and their mean (black) as training goes on" if curves else ""
-    upper.suptitle("\n".join(filter(None, [title, what])), fontsize=11)
+    done = [record for record in records if record.status == "done"]
+    merging = any(record.merges for record in done)
+    curves = any(not record.is_joint for record in done)
+    kinds = ["average"] * curves + ["acc", "bwt"] + ["λ"] * merging
+    ratios = [1.5 if kind == "average" else 1 for kind in kinds]
+    figure = Figure(figsize=(3.1 * sum(ratios), max(3.4, 0.26 * len(rows) + 1)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    panels = dict(zip(kinds, figure.subplots(1, len(kinds), squeeze=False, width_ratios=ratios)[0], strict=True))
     if curves:
-        panels = upper.subplots(lines, columns, sharey=True, squeeze=False)
-        for axes in panels.flat[len(curves) :]:
-            axes.set_axis_off()
-        for axes, (label, runs) in zip(panels.flat, curves.items(), strict=False):
-            _accuracies(axes, runs)
-            axes.set_title(label, fontsize=10)
-        for axes in panels[:, 0]:
-            axes.set_ylabel("accuracy %")
-        for axes in panels[-1]:
-            axes.set_xlabel("tasks learned")
-
-    panels = lower.subplots(1, 3 if merging else 2, squeeze=False)[0]
-    for axes, metric, heading in zip(panels, ("acc", "bwt"), ("ACC %", "BWT %"), strict=False):
-        _dots(axes, rows, metric, heading, black=merging.keys())
-    panels[1].set_yticklabels([])
+        average(done, panels["average"])
+    for kind in ("acc", "bwt"):
+        _dots(panels[kind], rows, kind, _styles(done))
+    panels["bwt"].set_yticklabels([])
     if merging:
-        _coefficients(panels[2], merging)
+        coefficients(done, panels["λ"])
     return figure
 
 
-def _accuracies(axes: Axes, runs: Sequence[Record]) -> None:
-    """The mean over runs of the accuracy of each task; a gap where a run did not measure it."""
-    matrices = [run.accuracy.get("test", []) for run in runs]
-    tasks = len(matrices[0])
-
-    def at(t: int, i: int) -> float:
-        values = [matrix[t][i] for matrix in matrices]
-        return 100 * fmean(nan if value is None else value for value in values)
-
-    for i in range(tasks):
-        axes.plot(range(i + 1, tasks + 1), [at(t, i) for t in range(i, tasks)], color="0.65", linewidth=0.8)
-    means = [fmean(at(t, i) for i in range(t + 1)) for t in range(tasks)]
-    axes.plot(range(1, tasks + 1), means, color="black", linewidth=1.8, marker="o", markersize=3)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    axes.spines[["top", "right"]].set_visible(False)
+# ------------------------------------------------------------------------------------- around the weights of a merge
 
 
-def _dots(axes: Axes, rows: Sequence[Row], metric: str, heading: str, black: Iterable[str]) -> None:
-    """Mean and standard deviation of each label, in the order of the table."""
-    for y, row in enumerate(rows):
-        if spread := row.values[metric]:
-            error = 100 * (spread.std or 0)
-            color = "black" if row.label in black else "0.55"
-            axes.errorbar(100 * spread.mean, y, xerr=error, fmt="o", color=color, markersize=5, capsize=2, linewidth=1)
-    counts = [f" ({row.runs} of {row.runs + sum(row.absent.values())})" if row.absent else "" for row in rows]
-    axes.set_yticks(range(len(rows)), [row.label + count for row, count in zip(rows, counts, strict=True)])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(heading)
-    axes.grid(axis="y", color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _coefficients(axes: Axes, merging: Mapping[str, Sequence[Record]]) -> None:
-    """The mean over runs of the coefficient of each merge, and 1/t."""
-    all_ts: set[int] = set()
-    styles = zip(cycle(MARKERS), cycle(["-", "--", ":", "-."]), strict=False)
-    for (marker, line), (label, runs) in zip(styles, merging.items(), strict=False):
-        ts = [merge.t for merge in runs[0].merges]
-        values = [fmean(run.merges[k].coefficient for run in runs) for k in range(len(ts))]
-        axes.plot(ts, values, color="black", linestyle=line, marker=marker, markersize=4, label=label)
-        all_ts.update(ts)
-    ts = sorted(all_ts)
-    axes.plot(ts, [1 / t for t in ts], color="0.65", linewidth=0.8, marker=".", label="1/t")
-    axes.set_xlim(min(ts) - 0.5, max(ts) + 0.5)
-    axes.set_xlabel("task")
-    axes.set_ylabel("λ")
-    axes.set_ylim(-0.03, 1.03)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.legend(frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-class Scan(Protocol):
-    """The losses along the path of a merge, as ``scan_path`` measures them."""
-
-    @property
-    def t(self) -> int:
-        """Task, counted from 1."""
-
-    @property
-    def coefficients(self) -> Sequence[float]:
-        """λ from 0 to 1."""
-
-    @property
-    def loss(self) -> Sequence[Sequence[float]]:
-        """Mean loss over the samples: a row per task, a column per λ."""
-
-    @property
-    def cumulative_loss(self) -> Sequence[float]:
-        """Sum of the losses of all tasks for each λ."""
-
-    @property
-    def best(self) -> float:
-        """The λ with the least cumulative loss."""
-
-    @property
-    def chosen(self) -> float:
-        """The λ of the merge."""
-
-
-def path_figure(scans: Sequence[Scan], marks: Sequence[Mapping[str, float]] = ()) -> Figure:
+@_styled
+def path_figure(scans: Sequence[PathScan], marks: Sequence[Mapping[str, float]] = ()) -> Figure:
     """The mean loss of the tasks along the path of each merge, its least value, and the coefficient of the merge.
 
     :param scans: what ``scan_path`` returned.
     :param marks: for each scan, other coefficients by name to be marked on it.
     """
-    figure = Figure(figsize=(3.2 * len(scans), 3.4), layout="constrained")
+    figure = Figure(figsize=(max(4.2, 3.2 * len(scans)), 3.4), layout="constrained")
     panels = figure.subplots(1, len(scans), squeeze=False)[0]
     for axes, scan, mark in zip(panels, scans, marks or [{}] * len(scans), strict=True):
-        tasks = len(scan.loss)
-        means = [loss / tasks for loss in scan.cumulative_loss]
-        for i, loss in enumerate(scan.loss):
-            current = i == tasks - 1
-            axes.plot(scan.coefficients, loss, color="0.65", linewidth=0.8, linestyle="--" if current else "-")
-        axes.plot(scan.coefficients, means, color="black", linewidth=1.8)
-        axes.plot(scan.best, min(means), color="black", marker="o", markersize=5)
-        axes.axvline(scan.chosen, color="black", linewidth=0.8, linestyle=":")
-        for marker, (name, value) in zip(cycle(MARKERS[1:]), mark.items(), strict=False):
-            height = np.interp(value, scan.coefficients, means)
-            axes.plot(value, height, marker, color="black", markerfacecolor="white", markersize=6, label=name)
-        axes.set_title(f"task {scan.t}", fontsize=10)
-        axes.set_xlabel("λ")
-        axes.spines[["top", "right"]].set_visible(False)
+        draw_path(scan, axes, mark)
     panels[0].set_ylabel("loss")
-    if any(marks):
-        panels[0].legend(frameon=False, fontsize=8)
+    panels[0].legend()
     return figure
+
+
+@_styled
+def draw_path(scan: PathScan, ax: Axes, mark: Mapping[str, float] | None = None) -> Figure:
+    """One panel of ``path_figure``."""
+    tasks = len(scan.loss)
+    means = [loss / tasks for loss in scan.cumulative_loss]
+    for i, loss in enumerate(scan.loss):
+        now = i == tasks - 1
+        label = "task learned last" if now else ("earlier tasks" if i == 0 else None)
+        ax.plot(scan.coefficients, loss, color="0.5", linewidth=0.9, linestyle="--" if now else "-", label=label)
+    ax.plot(scan.coefficients, means, color="black", linewidth=2, label="mean of all tasks")
+    ax.plot(scan.best, min(means), color="black", marker="o", markersize=6, linestyle="", label="least mean loss")
+    ax.axvline(scan.chosen, color=COLORS[0], linewidth=1.5, linestyle=":", label="λ of the merge")
+    for marker, (name, value) in zip(cycle(MARKERS[1:]), (mark or {}).items(), strict=False):
+        height = np.interp(value, scan.coefficients, means)
+        ax.plot(value, height, marker, color="black", markerfacecolor="white", markersize=6, label=name)
+    ax.set_title(f"task {scan.t}")
+    ax.set_xlabel("λ")
+    return _figure_of(ax)
+
+
+@_styled
+def landscape_figure(landscape: Landscape) -> Figure:
+    """Training loss (above) and test accuracy (below) in the plane through θ*_{t-1}, θ_GP and θ̂, with θ* on it.
+
+    The panels are the tasks before, the task itself, and the mean over all tasks.
+    """
+    columns = [("earlier tasks", slice(None, -1)), (f"task {landscape.t}", slice(-1, None)), ("all tasks", slice(None))]
+    figure = Figure(figsize=(9.6, 5.8), layout="constrained")
+    panels = figure.subplots(2, len(columns), sharex=True, sharey=True)
+    for k, (title, chosen) in enumerate(columns):
+        draw_landscape(landscape, panels[0, k], "loss", chosen)
+        draw_landscape(landscape, panels[1, k], "accuracy", chosen)
+        panels[0, k].set_title(title)
+    panels[0, 0].set_ylabel("training loss")
+    panels[1, 0].set_ylabel("test accuracy %")
+    panels[1, 1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+    return figure
+
+
+@_styled
+def draw_landscape(landscape: Landscape, ax: Axes, what: str = "loss", tasks: slice = slice(None)) -> Figure:
+    """One panel of ``landscape_figure``.
+
+    :param landscape: what ``measure_landscape`` returned.
+    :param ax: where to draw.
+    :param what: "loss" or "accuracy".
+    :param tasks: the tasks whose mean is drawn.
+    """
+    values = np.mean(landscape.loss[tasks] if what == "loss" else landscape.accuracy[tasks], axis=0)
+    values = values if what == "loss" else 100 * values
+    if what == "loss":  # the walls around the valley are high: levels follow the quantiles
+        levels = np.unique(np.round(np.quantile(values, np.linspace(0, 1, 12)), 6))
+    else:
+        levels = np.linspace(values.min(), values.max() + 1e-9, 12)
+    shading = ax.contourf(landscape.x, landscape.y, values, levels=levels, cmap="cividis", extend="neither")
+    ax.contour(landscape.x, landscape.y, values, levels=levels, colors="white", linewidths=0.4)
+    _figure_of(ax).colorbar(shading, ax=ax, shrink=0.9, format="%.3g")
+    names = {"anchor": "θ* before", "base": "θ_GP", "candidate": "θ̂", "merged": "θ* after"}
+    (x0, y0), (x1, y1) = landscape.points["base"], landscape.points["candidate"]
+    ax.plot([x0, x1], [y0, y1], color="white", linewidth=1.2, linestyle="--")
+    for marker, name in zip("sD^*", names, strict=True):
+        x, y = landscape.points[name]
+        size = 12 if name == "merged" else 7
+        ax.plot(
+            x,
+            y,
+            marker,
+            color="white",
+            markeredgecolor="black",
+            markersize=size,
+            linestyle="",
+            label=names[name],
+            zorder=5,
+        )
+    ax.set_xticks([])
+    ax.set_yticks([])
+    return _figure_of(ax)
+
+
+# ------------------------------------------------------------------------------------------------------------ helpers
+
+
+def few_that_matter(records: Sequence[Record], limit: int = FEW) -> list[str]:
+    """At most ``limit`` labels: the best merging method with its baseline and control, then the best of the others.
+
+    They are in the order of the records.
+    """
+    chosen = _by_importance(records)[:limit]
+    return [label for label in by_label(records) if label in chosen]
+
+
+def _by_importance(records: Sequence[Record]) -> list[str]:
+    by_key, groups = {record.key: record.label for record in records}, by_label(records)
+    accs = {label: [v for run in runs if (v := METRICS["acc"].of(run)) is not None] for label, runs in groups.items()}
+    best = sorted(groups, key=lambda label: -sum(accs[label]) / len(accs[label]) if accs[label] else 1)
+    first: list[str] = []
+    for label in [label for label in best if any(run.merges for run in groups[label])][:1]:
+        references = groups[label][0].references.model_dump().values()
+        first = [label, *(by_key[key] for key in references if key in by_key)]
+    return list(dict.fromkeys([*first, *best]))
+
+
+def _few(
+    records: Sequence[Record], usable: Callable[[Record], bool] = lambda run: True, what: str = "accuracies"
+) -> list[tuple[str, list[Record], dict[str, Any]]]:
+    """The labels to draw with their runs that are done and usable, and their style."""
+    chosen = [run for run in records if run.status == "done" and len(accuracies(run)) and usable(run)]
+    if not chosen:
+        raise NothingToDrawError(f"none of these runs is done and has {what}")
+    groups, styles = by_label(chosen), _styles(records)
+    return [(label, groups[label], styles[label]) for label in few_that_matter(chosen)]
+
+
+def _styles(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and line of each label, the most important first: these differ in all three."""
+    looks = zip(cycle(COLORS), cycle(MARKERS), cycle(LINES), strict=False)
+    return {
+        label: {"color": color, "marker": marker, "linestyle": line}
+        for label, (color, marker, line) in zip(_by_importance(records), looks, strict=False)
+    }
+
+
+def _legend(axes: Axes, ax: Axes | None) -> None:
+    """Beside the axes of a figure of ours, where it hides nothing; inside the axes of somebody else."""
+    place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if ax is None else {}
+    axes.legend(**place)
+
+
+def _panels(
+    records: Sequence[Record],
+    ax: Axes | None,
+    draw: Callable[[Axes, Sequence[Record]], None],
+    xlabel: str,
+    ylabel: str,
+    usable: Callable[[Record], bool],
+    what: str = "accuracies",
+) -> Figure:
+    """A panel for each of at most four methods that matter; with ``ax``, one panel of the first method."""
+    groups = by_label(
+        record for record in records if record.status == "done" and not record.is_joint and usable(record)
+    )
+    if not groups:
+        raise NothingToDrawError(f"none of these runs is done and has {what}")
+    shown = few_that_matter([run for runs in groups.values() for run in runs], 1 if ax is not None else PANELS)
+    if ax is not None:
+        figure, panels = _own(ax)[0], np.array([[ax]])
+    else:
+        figure = Figure(figsize=(max(4.2, 2.9 * len(shown)), 3.1), layout="constrained")
+        panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)
+    for axes, label in zip(panels.flat, shown, strict=True):
+        draw(axes, groups[label])
+        axes.set_title(label)
+        axes.set_xlabel(xlabel)
+    panels[0, 0].set_ylabel(ylabel)
+    return figure
+
+
+def _own(ax: Axes | None) -> tuple[Figure, Axes]:
+    """The figure and the axes to draw into."""
+    if ax is not None:
+        return _figure_of(ax), ax
+    figure = Figure(figsize=(5.4, 3.2), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _figure_of(ax: Axes) -> Figure:
+    figure = ax.get_figure()
+    if isinstance(figure, SubFigure):
+        figure = figure.figure
+    assert isinstance(figure, Figure)
+    return figure
+
+
+def _stack(values: Iterable[Any]) -> Values:
+    return np.array(list(values), dtype=float)
+
+
+def _tasks_axis(axes: Axes, name: str) -> None:
+    axes.set_xlabel(name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _shades(n: int) -> Any:
+    """``n`` colours from dark to light, monotone in grey too."""
+    return mpl.colormaps["viridis"](np.linspace(0.05, 0.85, max(n, 1)))
+
+
+def _training(axes: Axes, runs: Sequence[Record]) -> None:
+    """The mean over runs of the accuracy of each task; a gap where a run did not measure it."""
+    a = 100 * _stack([accuracies(run) for run in runs]).mean(0)
+    for i, color in enumerate(_shades(len(a))[: len(a)]):
+        axes.plot(range(i + 1, len(a) + 1), a[i:, i], color=color, linewidth=1, marker=".", markersize=3)
+        axes.annotate(str(i + 1), (len(a), a[-1, i]), (4, -3), textcoords="offset points", fontsize=6, color=color)
+    means = [a[t, : t + 1].mean() for t in range(len(a))]
+    axes.plot(range(1, len(a) + 1), means, color="black", linewidth=2.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5, min_n_ticks=1))
+
+
+def _matrix(axes: Axes, runs: Sequence[Record], low: float = 0) -> None:
+    a = 100 * _stack([accuracies(run) for run in runs]).mean(0)
+    ticks = [str(t) for t in range(1, len(a) + 1)]
+    axes.imshow(np.tril(a) + np.triu(np.full_like(a, np.nan), 1), cmap="cividis", vmin=low, vmax=100)
+    size = 8 if len(a) <= 6 else 5
+    cells = [(t, i) for t in range(len(a)) for i in range(t + 1)] if len(a) <= 12 else []
+    for t, i in cells:
+        if not np.isnan(a[t, i]):
+            color = "white" if a[t, i] < (low + 100) / 2 else "black"
+            axes.text(i, t, f"{a[t, i]:.0f}", ha="center", va="center", fontsize=size, color=color)
+    step = ceil(len(a) / 10)
+    axes.set_xticks(range(0, len(a), step), ticks[::step])
+    axes.set_yticks(range(0, len(a), step), ticks[::step])
+
+
+def _ranks(axes: Axes, runs: Sequence[Record]) -> None:
+    layers = list(runs[0].tasks[-1].ranks)
+    looks = zip(layers, _shades(len(layers)), cycle(MARKERS), strict=False)
+    for layer, color, marker in looks:
+        values = _stack([[task.ranks.get(layer, np.nan) for task in run.tasks] for run in runs]).mean(0)
+        name = layer.removesuffix(".weight")
+        axes.plot(range(1, len(values) + 1), values, color=color, marker=marker, label=name, linewidth=1.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5, min_n_ticks=1))
+    if len(layers) <= 10:
+        axes.legend(fontsize=6)
+
+
+def _losses(axes: Axes, run: Record, t: int) -> None:
+    start = 0
+    for number, stage in enumerate(run.tasks[t].stages):
+        xs = range(start + 1, start + stage.epochs + 1)
+        if number:
+            axes.axvspan(start + 0.5, start + stage.epochs + 0.5, color="0.92", linewidth=0)
+        first = number == 0
+        for values, color, line, name in (
+            (stage.training_loss, COLORS[0], "-", "training"),
+            (stage.validation_loss, COLORS[1], "--", "validation"),
+        ):
+            if values:
+                numbers = [np.nan if value is None else value for value in values]
+                axes.plot(xs, numbers, color=color, linestyle=line, marker=".", label=name if first else None)
+        axes.annotate(
+            f"stage {number + 1}", (start + 0.6, 1.0), xycoords=("data", "axes fraction"), fontsize=7, va="top"
+        )
+        start += stage.epochs
+    axes.set_title(f"task {t + 1}")
+    _tasks_axis(axes, "epoch")
+
+
+def _dots(
+    axes: Axes, rows: Sequence[Row], metric: str, styles: Mapping[str, Mapping[str, Any]] | None = None
+) -> Figure:
+    """Mean and standard deviation of each label, in the order of the table; labels of ``styles`` have their looks."""
+    unit = METRICS[metric].unit
+    scale = {"percent": 100, "points": 100, "bytes": 2**-20}.get(unit, 1)
+    few = list(styles or {})[:FEW]
+    for y, row in enumerate(rows):
+        if spread := row.values[metric]:
+            look = (styles or {}).get(row.label, {}) if row.label in few else {}
+            axes.errorbar(
+                scale * spread.mean,
+                y,
+                xerr=scale * (spread.std or 0),
+                fmt=look.get("marker", "o"),
+                color=look.get("color", "0.5"),
+                markersize=5.5,
+                capsize=2,
+                linewidth=1,
+            )
+    counts = [f" ({row.runs} of {row.runs + sum(row.absent.values())})" if row.absent else "" for row in rows]
+    axes.set_yticks(range(len(rows)), [row.label + count for row, count in zip(rows, counts, strict=True)])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(METRICS[metric].heading)
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    return _figure_of(axes)

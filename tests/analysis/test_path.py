@@ -106,7 +106,7 @@ def test_picture_shows_every_path():
     scan = scan_path(strategy, merge, stream, step=0.5)
     figure = path_figure([scan, scan], [{"batched": 0.1, "exact": 0.9}, {"batched": 0.2}])
     assert len(figure.axes) == 2
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["batched", "exact"]
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()][-2:] == ["batched", "exact"]
     figure.draw_without_rendering()
     path_figure([scan]).draw_without_rendering()
 
