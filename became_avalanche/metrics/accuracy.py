@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import nan
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from avalanche.evaluation import PluginMetric
@@ -12,10 +13,12 @@ from avalanche.evaluation.metric_results import MetricValue
 from avalanche.evaluation.metrics import Accuracy
 from avalanche.training.templates import SupervisedTemplate
 from numpy.typing import NDArray
+from torch import nn
 
 from became_avalanche.files import look_up
 from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.record import Matrix
+from became_avalanche.strategy.owner import unwrapped
 from became_avalanche.strategy.passes import experiences_in_training
 
 OF_MATRIX = {name: metric.of_matrix for name, metric in METRICS.items() if metric.of_matrix is not None}
@@ -29,7 +32,7 @@ class AccuracyMatrix(PluginMetric):
     weighs the same, and only tasks seen count; Avalanche's ``Top1_Acc_Stream`` weighs samples and counts unseen tasks
     too. The metrics go to all loggers after each evaluation of the stream that covers all tasks seen, as fractions like
     Avalanche's accuracies. One that is not defined yet is nan: BWT of a single task, and where a task was not evaluated
-    right after its training.
+    right after its training. The matrix is that of one model: it starts anew when another model is trained.
     """
 
     def __init__(self, stream: str = "test", metrics: Sequence[str] = ("acc", "bwt", "aaa", "forgetting")) -> None:
@@ -49,6 +52,7 @@ class AccuracyMatrix(PluginMetric):
         self._seen: list[int] = []
         self._values: dict[tuple[int, int], float] = {}
         self._evaluated: dict[int, Accuracy] = {}
+        self._model: ref[nn.Module] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The tasks seen and all accuracies, as plain values."""
@@ -84,7 +88,11 @@ class AccuracyMatrix(PluginMetric):
         value = look_up("metric of the accuracy matrix", name, OF_MATRIX)(seen)
         return nan if value is None else value
 
+    def before_training(self, strategy: SupervisedTemplate) -> None:
+        self._follow(strategy.model)
+
     def before_training_exp(self, strategy: SupervisedTemplate) -> None:
+        self._follow(strategy.model)
         for experience in experiences_in_training(strategy):
             t = experience.current_experience
             if t in self._seen:
@@ -92,6 +100,7 @@ class AccuracyMatrix(PluginMetric):
             self._seen.append(t)
 
     def before_eval(self, strategy: SupervisedTemplate) -> None:
+        self._follow(strategy.model)
         self._evaluated = {}
 
     def after_eval_iteration(self, strategy: SupervisedTemplate) -> None:
@@ -111,6 +120,16 @@ class AccuracyMatrix(PluginMetric):
             MetricValue(self, f"{METRICS[name].title}/eval_phase/{self.stream}_stream", self.value(name), x)
             for name in self.metrics
         ]
+
+    def _follow(self, model: nn.Module) -> None:
+        """Start anew if this is another model than before. After loading, and in a copy, any model will do."""
+        model = unwrapped(model)
+        if self._model is not None and self._model() is not model:
+            self.reset()
+        self._model = ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None}
 
     def __str__(self) -> str:
         return f"AccuracyMatrix/{self.stream}_stream"

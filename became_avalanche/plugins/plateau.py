@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from math import inf
 from typing import Any
 
 import torch
+from avalanche.benchmarks.utils import AvalancheDataset
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
@@ -106,6 +108,7 @@ class PlateauPlugin(_Plateau, RestoresBest):
         lr_min: float = 1e-5,
         *,
         stream: str = "valid",
+        valid: AvalancheDataset | Sequence[Any] | None = None,
         batch_size: int = 64,
     ) -> None:
         """Init.
@@ -113,7 +116,12 @@ class PlateauPlugin(_Plateau, RestoresBest):
         :param patience: epochs without improvement before the learning rate drops.
         :param factor: by what the learning rate is divided.
         :param lr_min: training ends instead of going below this learning rate.
-        :param stream: name of the validation stream.
+        :param stream: name of the validation stream, which is looked for in the benchmark of the experience, and then
+            in the ``eval_streams`` of ``train``.
+        :param valid: the validation data itself: a stream or a list with an experience or dataset for each experience
+            of the training stream, or one dataset for all of them. The streams of Avalanche's
+            ``benchmark_with_validation_stream`` and ``benchmark_from_datasets`` do not know their benchmark and have to
+            be passed here.
         :param batch_size: batch size of the validation pass.
         """
         super().__init__(patience, factor)
@@ -121,6 +129,7 @@ class PlateauPlugin(_Plateau, RestoresBest):
             raise ValueError(f"lr_min must be above 0, or training would never end; got {lr_min}")
         self.lr_min = lr_min
         self.stream = stream
+        self.valid = valid
         self.batch_size = batch_size
         self._datasets: list[Any] = []
         self._keep_last = False
@@ -135,7 +144,7 @@ class PlateauPlugin(_Plateau, RestoresBest):
             self._keep_last = before
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._datasets = [self._validation_data(experience) for experience in experiences_in_training(strategy)]
+        self._datasets = [self._validation_data(strategy, e) for e in experiences_in_training(strategy)]
         super().before_training_exp(strategy, **kwargs)
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
@@ -170,15 +179,27 @@ class PlateauPlugin(_Plateau, RestoresBest):
         if not self._keep_last:
             restore(strategy, self._best_weights)
 
-    def _validation_data(self, experience: Any) -> Any:
-        streams = experience.origin_stream.benchmark.streams
-        if self.stream not in streams:
-            raise ValueError(
-                f"PlateauPlugin needs a stream {self.stream!r} with validation data, but the benchmark has only "
-                f"{', '.join(sorted(streams))}; make one with avalanche's benchmark_with_validation_stream, or name "
-                "another with stream=..."
-            )
-        return streams[self.stream][experience.current_experience].dataset
+    def _validation_data(self, strategy: SupervisedTemplate, experience: Any) -> AvalancheDataset:
+        """The validation data of the experience of the training stream."""
+        index = experience.current_experience
+        if isinstance(self.valid, AvalancheDataset):
+            return self.valid
+        if self.valid is not None:
+            if index >= len(self.valid):
+                raise ValueError(f"valid has data for {len(self.valid)} experiences, but experience {index} is trained")
+            return getattr(self.valid[index], "dataset", self.valid[index])
+        benchmark = getattr(experience._origin_stream, "benchmark", None)
+        streams = {} if benchmark is None else benchmark.streams
+        if self.stream in streams:
+            return streams[self.stream][index].dataset
+        for other in chain.from_iterable(strategy._eval_streams or ()):
+            if (other.origin_stream.name, other.current_experience) == (self.stream, index):
+                return other.dataset
+        known = f"the benchmark has only {', '.join(sorted(streams))}" if streams else "the stream knows no benchmark"
+        raise ValueError(
+            f"PlateauPlugin needs a stream {self.stream!r} with validation data, but {known}; pass the data as "
+            "PlateauPlugin(valid=...): avalanche's benchmark_with_validation_stream makes a valid_stream"
+        )
 
 
 class TrainingPlateauPlugin(_Plateau):

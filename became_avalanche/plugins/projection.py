@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -227,9 +227,10 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if self.bias == "augment":
             self._augmented = _trainable_together(strategy.model, self.layers.biases)
         strategy.make_optimizer(reset_optimizer_state=True)
+        parameters = dict(strategy.model.named_parameters())
+        self._warn_if_all_will_freeze(parameters)
         if self.experiences == 0:
             return
-        parameters = dict(strategy.model.named_parameters())
         frozen: dict[str, Tensor | None] = {}
         if self.freezes_normalisation:
             frozen.update(dict.fromkeys(self.layers.normalisation))
@@ -312,6 +313,22 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         for guard in self._guards:
             guard.leave_forward()  # in place if the model failed in its forward pass
         self._guards = []
+
+    def _warn_if_all_will_freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Say once if only parameters train that are frozen after the first experience."""
+        frozen = list(self.layers.normalisation) if self.freezes_normalisation else []
+        if self.bias != "free":
+            frozen += [bias for biases in self.layers.biases.values() for bias in biases]
+        training = [name for name in frozen if parameters[name].requires_grad]
+        if not training or any(parameters[name].requires_grad for name in self.layers.protected) or "" in self._warned:
+            return
+        self._warned.add("")
+        warnings.warn(
+            f"only biases and parameters of normalisation layers train outside the heads ({training[0]}, ...), which "
+            f"{type(self).__name__} freezes after the first experience: later ones will train the heads alone; "
+            "bias='free' lets biases train, unprotected, and exclude lets all parameters of a module",
+            stacklevel=3,
+        )
 
     def _warn_of_unseen_updates(self, strategy: SupervisedTemplate) -> None:
         if self._guards and not self._saw_update and not has_weights(strategy.model, self._weights):

@@ -1,3 +1,4 @@
+import copy
 import io
 import math
 
@@ -131,3 +132,21 @@ def test_evaluation_before_training_is_ignored():
     strategy.eval(benchmark.test_stream)
     metric.reset()
     assert math.isnan(metric.acc)
+
+
+def test_a_second_run_starts_anew():
+    """One metric object for two runs, the second of them shorter; a wrapper of the model is the same model."""
+    matrix, benchmark = AccuracyMatrix(), blobs(task_labels=False, shape=(6,))
+    for n_tasks in (3, 2):
+        model = SimpleMLP(num_classes=2, input_size=6, hidden_size=12)
+        strategy = naive(model, metrics=[matrix], train_epochs=1)
+        for t, experience in enumerate(benchmark.train_stream[:n_tasks]):
+            if t == 1:  # a new strategy for the same model
+                strategy = naive(torch.nn.DataParallel(model), metrics=[matrix], train_epochs=1)
+            strategy.train(experience)
+            strategy.eval(benchmark.test_stream[:n_tasks])
+        assert matrix.result().shape == (n_tasks, n_tasks)
+    twin = copy.deepcopy(matrix)
+    np.testing.assert_array_equal(twin.result(), matrix.result())
+    naive(SimpleMLP(num_classes=2, input_size=6), metrics=[matrix]).eval(benchmark.test_stream)
+    assert matrix.result().size == 0

@@ -1,10 +1,13 @@
 import math
+import warnings
 
 import pytest
 import torch
+from avalanche.benchmarks import benchmark_with_validation_stream
 from avalanche.training.supervised import JointTraining
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 
 from became_avalanche import (
@@ -15,7 +18,16 @@ from became_avalanche import (
     PlateauPlugin,
     TrainingPlateauPlugin,
 )
-from tests.helpers import Spy, assert_same_weights, blobs, mlp, naive, weights
+from tests.helpers import (
+    Spy,
+    assert_same_weights,
+    batch_of,
+    blobs,
+    blobs_without_task_labels,
+    mlp,
+    naive,
+    weights,
+)
 
 
 def reference_schedule(losses, lr, patience, factor, lr_min):
@@ -258,3 +270,56 @@ def test_divergence_is_an_error():
     strategy = naive(mlp(), [Scripted([math.nan] * 5, 2, 2.0, 0.1)], train_epochs=5)
     with pytest.raises(DivergenceError, match="diverged; lower the learning rate"):
         strategy.train(blobs(n_tasks=1).train_stream)
+
+
+# --------------------------------------------------------------------------------------- where validation data is
+
+
+def split_off():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="stream generator will be converted to a list")
+        return benchmark_with_validation_stream(blobs(n_tasks=2, task_labels=False), 0.25, shuffle=False)
+
+
+def from_datasets():
+    return blobs_without_task_labels(n_tasks=2)
+
+
+def single_head():
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 2))
+
+
+@pytest.mark.parametrize("make", [split_off, from_datasets])
+@pytest.mark.parametrize("source", ["a stream", "datasets", "one dataset", "eval_streams"])
+def test_validation_data_of_streams_that_do_not_know_their_benchmark(make, source):
+    benchmark = make()
+    valid = {
+        "a stream": benchmark.valid_stream,
+        "datasets": [experience.dataset for experience in benchmark.valid_stream],
+        "one dataset": benchmark.valid_stream[0].dataset,
+        "eval_streams": None,
+    }[source]
+    plugin, losses = PlateauPlugin(valid=valid), []
+
+    def expected(strategy):
+        t = 0 if source == "one dataset" else strategy.clock.train_exp_counter
+        x, y = batch_of(benchmark.valid_stream[t])
+        with torch.no_grad():
+            losses.append((plugin.last_loss, float(F.cross_entropy(strategy.model(x), y))))
+
+    strategy = naive(single_head(), [plugin, Spy(after_training_epoch=expected)])
+    for experience in benchmark.train_stream:
+        strategy.train(experience, [benchmark.valid_stream] if source == "eval_streams" else [])
+    assert len(losses) == 4
+    for seen, loss in losses[::2]:  # the last epoch ends with the best weights
+        assert seen == pytest.approx(loss, rel=1e-5)
+
+
+def test_missing_validation_data_is_explained():
+    benchmark = split_off()
+    with pytest.raises(
+        ValueError, match=r"the stream knows no benchmark; pass the data as PlateauPlugin\(valid=\.\.\.\)"
+    ):
+        naive(single_head(), [PlateauPlugin()]).train(benchmark.train_stream[0])
+    with pytest.raises(ValueError, match="valid has data for 1 experiences, but experience 1 is trained"):
+        naive(single_head(), [PlateauPlugin(valid=benchmark.valid_stream[:1])]).train(benchmark.train_stream[1])

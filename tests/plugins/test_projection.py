@@ -284,6 +284,23 @@ def test_state_goes_through_a_file_and_continues_to_the_same_weights():
     assert_same_weights(*results)
 
 
+def only_biases_and_normalisation():
+    model = convnet()
+    for name, parameter in model.features.named_parameters():
+        parameter.requires_grad_(name.endswith("bias") or name.startswith("1."))
+    return model
+
+
+def test_a_model_that_would_freeze_altogether_is_noticed():
+    """As with fine-tuning methods that train biases alone."""
+    with pytest.warns(UserWarning, match=r"only biases.*train outside the heads \(.*GPMPlugin freezes after") as caught:
+        train_stream(only_biases_and_normalisation(), [GPMPlugin()], blobs(shape=CONV_SHAPE))
+    assert len(caught) == 1
+    train_stream(
+        only_biases_and_normalisation(), [GPMPlugin(bias="free", exclude=["features.1"])], blobs(shape=CONV_SHAPE)
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
