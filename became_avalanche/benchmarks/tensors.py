@@ -82,11 +82,16 @@ class ImageTask(TaskAwareSupervisedClassificationDataset[Any]):
     _where: _Where | None = None
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice) or not self.where.plain:
+        where = self._where  # called for every sample of a batch, so without the detour over the property
+        if where is None or where.of is not self._flat_data:
+            where = self.where
+        if not where.plain or isinstance(index, slice):
             return super().__getitem__(index)
         return Row(self, index)
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
+        if self.where.plain:
+            return [Row(self, index) for index in indices]
         return [self[index] for index in indices]
 
     @property

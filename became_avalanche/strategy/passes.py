@@ -36,7 +36,7 @@ def data_pass(
     :param train_mode: put the model into train mode instead.
     :param shuffle: False for the order of the data; ``n_samples`` are then the first ones.
     """
-    dataset = dataset.eval()
+    dataset = dataset if _in_eval(dataset) else dataset.eval()
     modes = {module: module.training for module in strategy.model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()] if train_mode else []
     mbatch, mb_output = strategy.mbatch, strategy.mb_output
@@ -60,6 +60,13 @@ def data_pass(
             for module, training in modes.items():
                 module.training = training
             strategy.mbatch, strategy.mb_output = mbatch, mb_output
+
+
+def _in_eval(dataset: AvalancheDataset) -> bool:
+    """Whether ``dataset.eval()`` would be no more than a copy, which has to find out anew where its samples are."""
+    data = dataset._flat_data
+    groups = {data._transform_groups.current_group, data._frozen_transform_groups.current_group}
+    return groups == {"eval"}
 
 
 def mean_gradients(

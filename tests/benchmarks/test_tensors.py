@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from became_avalanche import BecameMergePlugin, GPMPlugin, PlateauPlugin
+from became_avalanche.benchmarks import tensors
 from became_avalanche.benchmarks.tensors import (
     Row,
     benchmark_of,
@@ -21,7 +22,8 @@ from became_avalanche.benchmarks.tensors import (
     normalise,
     split_off_validation,
 )
-from tests.helpers import Network, assert_same_weights, naive, weights
+from became_avalanche.strategy.passes import data_pass
+from tests.helpers import Network, Spy, assert_same_weights, naive, weights
 
 TRANSFORM = normalise((0.5, 0.4), (0.2, 0.3))
 
@@ -208,3 +210,28 @@ def test_tasks_come_in_the_order_asked_for():
             image_stream(TASKS, TEST, transforms, task_order=order)
     with pytest.raises(ValueError, match="'gpm' or 'nscl'; got 'other'"):
         image_stream(TASKS, TEST, transforms, protocol="other")
+
+
+def test_a_pass_copies_and_searches_only_data_that_is_not_in_evaluation(monkeypatch):
+    searched, inputs = [], []
+    places = tensors._Where._places
+    monkeypatch.setattr(tensors._Where, "_places", lambda *args: (searched.append(len(inputs)), places(*args))[1])
+    benchmark = fast(augment=lambda x: 255 - x)
+    valid, train = benchmark.valid_stream[0].dataset, benchmark.train_stream[0].dataset
+    with_transform = valid.replace_current_transform_group((lambda x: x + 1, None))  # it is in evaluation, too
+
+    def passes(strategy):
+        searched.clear()
+        for dataset in (valid, valid, train, with_transform):
+            with data_pass(strategy, dataset, 100) as batches:
+                next(batches)
+                inputs.append(strategy.mbatch[0].flatten(1).sum(1).sort()[0])
+
+    model = Network(nn.Sequential(nn.Flatten(), nn.Linear(32, 5)), 5)
+    naive(model, [Spy(after_training_exp=passes)]).train(benchmark.train_stream[0])
+    assert set(searched) == {0, 2, 3}  # the second pass over the same data finds its samples at once
+    expected = TRANSFORM(TEST[0][0]).flatten(1).sum(1)
+    torch.testing.assert_close(inputs[0], expected.sort()[0])
+    torch.testing.assert_close(inputs[1], inputs[0])
+    torch.testing.assert_close(inputs[2], TRANSFORM(TASKS[0][0]).flatten(1).sum(1).sort()[0])
+    torch.testing.assert_close(inputs[3], expected.sort()[0] + 32)
