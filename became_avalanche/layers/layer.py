@@ -43,6 +43,9 @@ class Layer(ABC):
     takes_rows: ClassVar[bool] = False
     """Whether the module computes ``x Wᵀ + b`` of its input ``x`` itself, so that ``x P`` does what ``W P`` does."""
 
+    in_calls: ClassVar[bool] = True
+    """Whether calls of the module use the weight; otherwise functions do, such as ``F.linear``."""
+
     tells_samples_apart: ClassVar[bool] = True
     """Whether ``per_sample`` knows the gradients of single samples."""
 

@@ -152,15 +152,21 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self, strategy: SupervisedTemplate, batch_size: int, num_workers: int, *, batch_mean: bool = False
     ) -> dict[str, InputMatrix]:
         """The inputs of each layer in a pass over the experience."""
-        dataset = strategy.experience.dataset
+        dataset, other_uses = strategy.experience.dataset, dict[str, str]()
         with (
             data_pass(strategy, dataset, batch_size, self.n_samples, num_workers) as batches,
             recorded_inputs(
-                self.layers.protected, ones=self._augmented, batch_mean=batch_mean, single=self.single_precision()
+                self.layers.protected,
+                ones=self._augmented,
+                batch_mean=batch_mean,
+                single=self.single_precision(),
+                other_uses=other_uses,
             ) as inputs,
         ):
             for _ in batches:
                 pass
+        uses = [f"{name} (by {function})" for name, function in other_uses.items() if name in inputs]
+        self._complain(uses, "are also used outside their modules, on inputs that are unknown", "protects the rest")
         return inputs
 
     def gradient_rows(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, Tensor]:
@@ -358,12 +364,12 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             )
         return layers
 
-    def _complain(self, names: list[str], what: str) -> None:
+    def _complain(self, names: list[str], what: str, outcome: str = "lets them train freely") -> None:
         """Say once of each name that it is not protected."""
         fresh = [name for name in names if name not in self._warned]
         if not fresh:
             return
-        message = f"{', '.join(fresh)} {what}: {type(self).__name__} lets them train freely"
+        message = f"{', '.join(fresh)} {what}: {type(self).__name__} {outcome}"
         if self.strict:
             raise ValueError(f"{message}; exclude them, or leave out strict=True to accept this")
         self._warned.update(fresh)

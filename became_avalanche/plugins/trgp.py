@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -198,8 +198,13 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
 
     def _trust_regions(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, dict[int, nn.Parameter]]:
         """A fresh scale matrix for each earlier task that a layer is to reuse."""
-        gradients = self.gradient_rows(strategy, num_workers)
-        trusted = {name: self._trusted(name, gradients[name]) for name in self.layers.protected if name in gradients}
+        with _calls(self.layers.protected) as called:  # a weight that functions use cannot be scaled in its module
+            gradients = self.gradient_rows(strategy, num_workers)
+        trusted = {
+            name: self._trusted(name, gradients[name])
+            for name in self.layers.protected
+            if name in gradients and name in called
+        }
         if self.reference and not trusted.get(next(iter(self.layers.protected))):
             return {}
         return {
@@ -326,6 +331,18 @@ class _Scaling:
             inside = rows @ space
             term = term + (inside @ scale - inside) @ space.mT
         return layer.from_rows(term, parts)
+
+
+@contextmanager
+def _calls(layers: Mapping[str, list[Layer]]) -> Iterator[set[str]]:
+    """The names of the layers whose modules are called while this is open."""
+    called: set[str] = set()
+    with ExitStack() as hooks:
+        for name, users in layers.items():
+            for layer in (layer for layer in users if layer.in_calls):
+                note = layer.module.register_forward_pre_hook(lambda *call, name=name: called.add(name))
+                hooks.callback(note.remove)
+        yield called
 
 
 def _identity(space: Tensor) -> Tensor:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from became_avalanche.layers.functional import WeightUses
 from became_avalanche.layers.layer import Layer, Lines, with_ones
+from became_avalanche.layers.linear import LinearLayer
 
 _BLOCK = 256
 """Gram matrices of more rows than this are made of blocks, of which the upper half is copied from the lower one."""
@@ -186,12 +190,16 @@ def recorded_inputs(
     *,
     batch_mean: bool = False,
     single: bool = False,
+    other_uses: dict[str, str] | None = None,
 ) -> Iterator[dict[str, InputMatrix]]:
     """While open, every forward pass adds the inputs of ``layers`` to their matrices.
 
     Layers whose name is in ``ones`` get a constant 1 as last row: the input that their bias multiplies. With
     ``batch_mean``, what is added is the mean input of the batch. A layer that sees no input has no entry. ``single`` is
     that of ``InputMatrix``.
+
+    Where ``F.linear`` uses the weight of a Linear layer, these inputs count, too. ``other_uses`` gets the names of
+    weights that are used outside their modules in any other way, each with the function: their inputs are unknown.
     """
     matrices: dict[str, InputMatrix] = {}
 
@@ -207,15 +215,40 @@ def recorded_inputs(
         else:
             add_inputs(matrix, layer, *args, **kwargs)
 
+    @torch.no_grad()
+    def record_linear(name: str, x: Tensor, bias: Tensor | None) -> None:
+        matrix, layer = matrices.setdefault(name, InputMatrix(single=single)), layers[name][0]
+        own = bias is not None and bias is layer.bias
+        constants = [1.0] if own else [0.0] if bias is None else [0.0, 1.0]  # of another bias it may be a part
+        for columns in layer.mean_columns(x) if batch_mean else layer.columns(x):
+            for constant in constants if name in ones else ():
+                matrix.add(F.pad(columns, (0, 0, 0, 1), value=constant))
+            if name not in ones:
+                matrix.add(columns)
+
+    weights = {name: users[0].weight for name, users in layers.items()}
+    linear = [name for name, users in layers.items() if isinstance(users[0], LinearLayer)]
+    uses = WeightUses(weights, linear, record_linear)
     with ExitStack() as hooks:
         hooks.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # it computes encoder layers without calling their modules
         for name, users in layers.items():
-            for layer in users:
-                hook = layer.module.register_forward_pre_hook(
+            for layer in (layer for layer in users if layer.in_calls):
+                register = partial(layer.module.register_forward_pre_hook, with_kwargs=True)
+                around = partial(_count, uses.inside, name)
+                hooks.callback(register(lambda *call, enter=around: enter(1), prepend=True).remove)
+                hook = register(
                     lambda module, args, kwargs, name=name, layer=layer: record(name, layer, args, kwargs),
-                    with_kwargs=True,
                     prepend=layer.takes_rows,  # before hooks that change the input, after those that change weights
                 )
                 hooks.callback(hook.remove)
+                hook = layer.module.register_forward_hook(lambda *call, leave=around: leave(-1), always_call=True)
+                hooks.callback(hook.remove)
+        hooks.enter_context(uses)
         yield matrices
+    if other_uses is not None:
+        other_uses.update(uses.others)
+
+
+def _count(inside: Counter[str], name: str, change: int) -> None:
+    inside[name] += change

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 from became_avalanche.layers.model import layers_of, map_layers
 from became_avalanche.subspace.basis import Projector, grow_basis
@@ -29,7 +30,6 @@ def moves(model, args, kwargs, augmented, seed):
     """How far outputs move with random updates of all weights: projected, and as they are. And whether any is left."""
     model.double().eval()
     layers = map_layers(model)
-    assert not layers.unprotectable
     ones = [name for name in layers.biases if augmented]
     with recorded_inputs(layers.protected, ones=ones) as inputs:
         before = outputs_of(model, args, kwargs)
@@ -54,7 +54,8 @@ def moves(model, args, kwargs, augmented, seed):
     return *results, left
 
 
-def assert_promise(model, *args, augmented=False, seed=0, **kwargs):
+def assert_promise(model, *args, augmented=False, seed=0, constants=(), **kwargs):
+    assert map_layers(model).unprotectable == list(constants)
     with_it, without, left = moves(model, args, kwargs, augmented, seed)
     assert left > 0.1
     assert without > 1e-3
@@ -159,3 +160,18 @@ def test_embedding(padding, limited, shape, seed):
     (layer,) = layers_of(model)
     (columns,) = layer.columns(tokens)
     assert columns.square().flatten().round().int().tolist() == [int((tokens == row).sum()) for row in range(40)]
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+@pytest.mark.parametrize("kind", [ShiftedWindowAttention, ShiftedWindowAttentionV2])
+def test_attention_of_swin_transformers(kind, augmented):
+    """Its Linear modules are never called: a function uses their weights."""
+    model = kind(24, [2, 2], [1, 1], 2)
+    own = "relative_position_bias_table" if kind is ShiftedWindowAttention else "logit_scale"
+    constants = [f"{own} (of {kind.__name__})"]
+    model.eval().requires_grad_(True)
+    if kind is ShiftedWindowAttentionV2:
+        model.cpb_mlp.requires_grad_(False)
+        model.cpb_mlp = nn.Identity()
+        model.get_relative_position_bias = lambda: torch.zeros(1, 2, 4, 4).double()
+    assert_promise(model, torch.randn(1, 4, 4, 24).double(), constants=constants, augmented=augmented)

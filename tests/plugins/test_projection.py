@@ -344,7 +344,7 @@ class Bypassed(nn.Module):
         self.layer, self.other = nn.Linear(6, 10), nn.Linear(10, 10)
 
     def forward(self, x):
-        return self.other(F.linear(x, self.layer.weight))
+        return self.other(F.linear(x, 2 * self.layer.weight))
 
 
 def test_unprotectable_layer_is_named_once():
