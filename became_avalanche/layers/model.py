@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from became_avalanche.layers.attention import AttentionLayer
 from became_avalanche.layers.convolution import ConvolutionLayer
 from became_avalanche.layers.embedding import EmbeddingLayer
+from became_avalanche.layers.functional import MatrixLayer, WeightUses
 from became_avalanche.layers.layer import Layer
 from became_avalanche.layers.linear import LinearLayer
 from became_avalanche.layers.normalisation import NORMALISATION
@@ -49,8 +51,10 @@ class LayerMap:
     """Weight name -> names of the other constants beside it, where there are any."""
     normalisation: list[str] = field(default_factory=list)
     """Names of the parameters of normalisation layers."""
-    unprotectable: list[str] = field(default_factory=list)
-    """What trains but is of no protectable kind: modules with such parameters, or the parameters by name."""
+    unprotectable: dict[str, str] = field(default_factory=dict)
+    """Names of parameters that train but are of no protectable kind -> how to call them in a message."""
+    matrices: dict[str, MatrixLayer] = field(default_factory=dict)
+    """Those of them that may be matrices of inputs, which only a forward pass tells: see ``seen_matrices``."""
 
 
 def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
@@ -81,19 +85,41 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
             known.update([weight, *biases, *constants])
         own = {names[id(own)]: own for own in module.parameters(recurse=False)}
         if isinstance(module, NORMALISATION):
-            layers.normalisation += own
+            layers.normalisation += [name for name in own if not is_below(name, skip)]
             known.update(own)
-        others = [name for name in own if _trains(own[name]) and name not in known and not is_below(name, skip)]
-        if others and module_name and len(others) == sum(map(_trains, own.values())):
-            layers.unprotectable.append(f"{module_name} ({type(module).__name__})")
-        else:
-            layers.unprotectable += [f"{name} (of {type(module).__name__})" for name in others]
+        training = [name for name, parameter in own.items() if parameter.requires_grad]
+        others = [name for name in training if name not in known and not is_below(name, skip)]
+        for name in others:
+            whole = module_name and others == training
+            layers.unprotectable[name] = (
+                f"{module_name} ({type(module).__name__})" if whole else f"{name} (of {type(module).__name__})"
+            )
+            if own[name].dim() == 2:
+                layers.matrices[name] = MatrixLayer(module, name.rpartition(".")[2], bias="")
     _refuse_mixed_uses(layers)
     return layers
 
 
-def _trains(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
+@contextmanager
+def seen_matrices(layers: LayerMap) -> Iterator[None]:
+    """While open, see how bare matrices are used. Those that only multiply inputs are protected from then on."""
+    biases: dict[str, list[Tensor]] = {}
+    weights = {name: layer.weight for name, layer in layers.matrices.items()}
+    uses = WeightUses(
+        weights, weights, lambda name, x, bias: biases.setdefault(name, []).extend([] if bias is None else [bias])
+    )
+    with uses:
+        yield
+    for name in biases.keys() - uses.others.keys():
+        layer = layers.matrices[name]
+        layers.protected[name] = [layer]
+        del layers.unprotectable[name]
+        for own, parameter in layer.module.named_parameters(recurse=False):
+            full = f"{name.removesuffix(layer.weight_name)}{own}"
+            if any(parameter is bias for bias in biases[name]) and full in layers.unprotectable:
+                layer.bias_name = own
+                layers.biases[name] = [full]
+                del layers.unprotectable[full]
 
 
 def _refuse_mixed_uses(layers: LayerMap) -> None:
@@ -101,7 +127,7 @@ def _refuse_mixed_uses(layers: LayerMap) -> None:
     for name, users in list(layers.protected.items()):
         if len({(type(layer).weight_rows, layer.groups) for layer in users}) > 1:
             kinds = " and ".join(dict.fromkeys(type(layer.module).__name__ for layer in users))
-            layers.unprotectable.append(f"{name} (shared by {kinds})")
+            layers.unprotectable[name] = f"{name} (shared by {kinds})"
             del layers.protected[name]
 
 

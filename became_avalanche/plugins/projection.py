@@ -13,7 +13,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.files import suggestion
-from became_avalanche.layers.model import LayerMap, map_layers
+from became_avalanche.layers.model import LayerMap, is_below, map_layers, seen_matrices
 from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.heads import growing_heads, task_heads, trained_outputs
@@ -31,6 +31,7 @@ class ProjectionOptions(TypedDict, total=False):
 
     bias: Literal["freeze", "augment", "free"]
     exclude: Sequence[str]
+    freeze: Sequence[str]
     strict: bool
 
 
@@ -71,6 +72,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         *,
         bias: Literal["freeze", "augment", "free"] = "freeze",
         exclude: Sequence[str] = (),
+        freeze: Sequence[str] = (),
         strict: bool = False,
     ) -> None:
         """Init.
@@ -80,6 +82,8 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             fixed; "augment" protects them together with the weight, as the weight of a constant input 1; "free" lets
             them train, unprotected.
         :param exclude: names of modules to leave alone, with everything below them, or of parameters.
+        :param freeze: names of modules or parameters that train in the first experience only: constants such as a class
+            token, which no projection can protect.
         :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
         """
         super().__init__()
@@ -87,11 +91,13 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             raise ValueError(f"n_samples must be at least 1, or None for all training samples; got {n_samples}")
         if bias not in ("freeze", "augment", "free"):
             raise ValueError(f"bias must be 'freeze', 'augment' or 'free'; got {bias!r}")
-        if isinstance(exclude, str):
-            raise ValueError(f"exclude takes a list of module names; got the string {exclude!r}, write [{exclude!r}]")
+        for option, chosen in (("exclude", exclude), ("freeze", freeze)):
+            if isinstance(chosen, str):
+                raise ValueError(f"{option} takes a list of names; got the string {chosen!r}, write [{chosen!r}]")
         self.n_samples = n_samples
         self.bias = bias
         self.exclude = tuple(exclude)
+        self.freeze = tuple(freeze)
         self.strict = strict
 
         self.experiences = 0
@@ -229,7 +235,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._forget_experience()
-        self.layers = self._map_layers(strategy.model)
+        self.layers = self._map_layers(strategy)
         if self.bias == "augment":
             self._augmented = _trainable_together(strategy.model, self.layers.biases)
         strategy.make_optimizer(reset_optimizer_state=True)
@@ -237,7 +243,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self._warn_if_all_will_freeze(parameters)
         if self.experiences == 0:
             return
-        frozen: dict[str, Tensor | None] = {}
+        frozen: dict[str, Tensor | None] = {name: None for name in parameters if is_below(name, self.freeze)}
         if self.freezes_normalisation:
             frozen.update(dict.fromkeys(self.layers.normalisation))
         for name in self.layers.protected:
@@ -349,14 +355,21 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         old = self.memory.get(name, {}).get("outputs")
         return None if old is None else torch.cat([old, old.new_zeros(len(weight) - len(old))])
 
-    def _map_layers(self, model: nn.Module) -> LayerMap:
+    def _map_layers(self, strategy: SupervisedTemplate) -> LayerMap:
+        model = strategy.model
         names = [*dict(model.named_modules()), *dict(model.named_parameters())]
-        for name in self.exclude:
-            if name not in names:
-                hint = suggestion(name, filter(None, names))
-                raise ValueError(f"exclude names {name!r}, which the model does not have; {hint}")
-        layers = map_layers(model, skip=[*task_heads(model), *self.exclude])
-        self._complain(layers.unprotectable, "have parameters of a kind that cannot be protected")
+        for option, chosen in (("exclude", self.exclude), ("freeze", self.freeze)):
+            for name in chosen:
+                if name not in names:
+                    hint = suggestion(name, filter(None, names))
+                    raise ValueError(f"{option} names {name!r}, which the model does not have; {hint}")
+        layers = map_layers(model, skip=[*task_heads(model), *self.exclude, *self.freeze])
+        if layers.matrices:
+            with data_pass(strategy, strategy.experience.dataset, 2, 2) as batches, seen_matrices(layers):
+                for _ in batches:
+                    pass
+        labels = list(dict.fromkeys(layers.unprotectable.values()))
+        self._complain(labels, "have parameters of a kind that cannot be protected")
         if not layers.protected:
             raise ValueError(
                 f"{type(self).__name__} found nothing to protect in {type(model).__name__}: it has no layer "
@@ -371,9 +384,12 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             return
         message = f"{', '.join(fresh)} {what}: {type(self).__name__} {outcome}"
         if self.strict:
-            raise ValueError(f"{message}; exclude them, or leave out strict=True to accept this")
+            raise ValueError(f"{message}; name them in freeze or exclude, or leave out strict=True to accept this")
         self._warned.update(fresh)
-        warnings.warn(f"{message}; name them in exclude to silence this", stacklevel=3)
+        warnings.warn(
+            f"{message}; name them in freeze to fix them after the first experience, or in exclude to silence this",
+            stacklevel=3,
+        )
 
 
 def stored_like(memory: dict[str, Tensor], weight: Tensor) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
         *,
         bias: Literal["freeze", "augment", "free"] = "freeze",
         exclude: Sequence[str] = (),
+        freeze: Sequence[str] = (),
         strict: bool = False,
         reference: bool = False,
     ) -> None:
@@ -40,11 +41,13 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
         :param bias: what happens to the biases of protected layers after the first experience: "freeze", "augment"
             (protected together with the weight) or "free".
         :param exclude: names of modules to leave alone, with everything below them, or of parameters.
+        :param freeze: names of modules or parameters that train in the first experience only: constants such as a class
+            token, which no projection can protect.
         :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
         :param reference: do as the published code does where it differs from its paper. For all methods: what is held
             after the first experience stays just below the threshold instead of reaching it.
         """
-        super().__init__(n_samples, bias=bias, exclude=exclude, strict=strict)
+        super().__init__(n_samples, bias=bias, exclude=exclude, freeze=freeze, strict=strict)
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold is a fraction of energy between 0 and 1; got {threshold}")
         if not 0 <= increment <= 1:

@@ -55,7 +55,7 @@ def moves(model, args, kwargs, augmented, seed):
 
 
 def assert_promise(model, *args, augmented=False, seed=0, constants=(), **kwargs):
-    assert map_layers(model).unprotectable == list(constants)
+    assert list(map_layers(model).unprotectable.values()) == list(constants)
     with_it, without, left = moves(model, args, kwargs, augmented, seed)
     assert left > 0.1
     assert without > 1e-3

@@ -7,6 +7,8 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torchvision.models import VisionTransformer
+from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from became_avalanche import (
     BecameMergePlugin,
@@ -72,6 +74,17 @@ class Steps(nn.Module):
         return state
 
 
+class Windows(nn.Module):
+    """The attention of a Swin transformer, whose modules are never called, and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = ShiftedWindowAttention(6, [2, 2], [0, 0], 2)
+
+    def forward(self, x):
+        return self.attention(x.reshape(-1, 2, 2, 6)).mean((1, 2))
+
+
 class Everything(nn.Module):
     def __init__(self):
         super().__init__()
@@ -89,6 +102,29 @@ class SameForward(nn.Linear):
     """A subclass that computes as its parent."""
 
 
+class Adapted(nn.Linear):
+    """A low-rank adapter of bare parameters beside a weight that trains, too."""
+
+    def __init__(self, inputs, outputs, rank=2):
+        super().__init__(inputs, outputs)
+        self.a, self.b = nn.Parameter(torch.randn(rank, inputs) / 4), nn.Parameter(torch.randn(outputs, rank) / 4)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias) + nn.functional.linear(x @ self.a.T, self.b)
+
+
+class Twice(nn.Module):
+    """A layer that is called, and whose weight a function uses on other inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(24, 8)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.layer(x) + nn.functional.linear(x.sin(), self.layer.weight)
+
+
 KINDS = {
     "embedding": (Tokens, 8),
     "attention": (lambda: First(nn.MultiheadAttention(6, 2, batch_first=True), 1, 2), 6),
@@ -99,6 +135,9 @@ KINDS = {
     "rnn": (lambda: First(nn.RNN(6, 8, batch_first=True)), 8),
     "cell": (Steps, 8),
     "transposed": (lambda: nn.Sequential(nn.ConvTranspose1d(4, 3, 3, stride=2, padding=1), nn.Flatten()), 33),
+    "bare adapter": (lambda: nn.Sequential(nn.Flatten(), Adapted(24, 8)), 8),
+    "function": (Twice, 8),
+    "swin": (Windows, 6),
     "subclass": (lambda: nn.Sequential(nn.Flatten(), SameForward(24, 8)), 8),
 }
 OPTIMIZERS = {
@@ -128,7 +167,8 @@ def drift(model, plugins, optimizer, tasks=2):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_of_every_kind_stay(kind, optimizer):
-    plugin = GPMPlugin(threshold=0.9999, increment=0, n_samples=None, strict=True)
+    table = ["features.attention.relative_position_bias_table"] if kind == "swin" else []
+    plugin = GPMPlugin(threshold=0.9999, increment=0, n_samples=None, strict=True, freeze=table)
     moved = drift(network(kind), [plugin], OPTIMIZERS[optimizer])
     free = drift(network(kind), [], OPTIMIZERS[optimizer])
     assert moved.keys() == free.keys()
@@ -237,3 +277,49 @@ def test_state_and_merge(kind):
         results.append(weights(model))
         assert math.isfinite(plugins[1].merges[0].coefficient)
     assert_same_weights(*results)
+
+
+def test_a_weight_that_a_function_uses_on_other_inputs_is_protected_for_these_too():
+    model, plugin = network("function"), GPMPlugin(threshold=0.9999, increment=0, n_samples=None)
+    stream = blobs(n_tasks=2, samples=8, shape=TOKENS).train_stream
+    strategy = naive(model, [plugin], OPTIMIZERS["adam"](model.parameters()), train_epochs=3)
+    strategy.train(stream[0])
+    x = batch_of(stream[0])[0].flatten(1).sin()
+    weight = model.features.layer.weight
+    before = weight.detach().clone()
+    strategy.train(stream[1])
+    assert (weight - before).norm() > 0.1 * before.norm()
+    assert (x @ (weight - before).T).norm() < 0.02 * (x @ before.T).norm()
+
+
+def test_another_use_of_a_weight_is_named():
+    class Scaled(Twice):
+        def forward(self, x):
+            return super().forward(x) + nn.functional.linear(x.flatten(1), 2 * self.layer.weight)
+
+    model = Network(Scaled(), 8)
+    with pytest.warns(UserWarning, match=r"features\.layer\.weight \(by \w*mul\w*\).*on inputs that are unknown"):
+        drift(model, [GPMPlugin()], OPTIMIZERS["sgd"])
+
+
+def test_constants_of_a_vision_transformer_are_named_and_can_be_frozen():
+    def transformer():
+        torch.manual_seed(0)
+        vit = VisionTransformer(image_size=8, patch_size=4, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8)
+        vit.heads = nn.Identity()
+        return Network(vit, 8)
+
+    benchmark = blobs(n_tasks=2, samples=10, shape=(3, 8, 8))
+    names = ["features.class_token", "features.encoder.pos_embedding"]
+    with pytest.warns(UserWarning, match=r"features\.class_token|features \(VisionTransformer\)") as caught:
+        naive(transformer(), [GPMPlugin()], train_epochs=1).train(benchmark.train_stream[0])
+    assert len(caught) == 1
+    model = transformer()
+    strategy = naive(model, [GPMPlugin(strict=True, freeze=names)], train_epochs=1)
+    before = []
+    for experience in benchmark.train_stream:
+        before.append(weights(model))
+        strategy.train(experience)
+    for name in names:
+        assert not torch.equal(before[0][name], before[1][name])
+        assert torch.equal(before[1][name], weights(model)[name])
