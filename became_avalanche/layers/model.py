@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from became_avalanche.layers.attention import AttentionLayer
 from became_avalanche.layers.convolution import ConvolutionLayer
@@ -91,9 +92,11 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
         others = [name for name in training if name not in known and not is_below(name, skip)]
         for name in others:
             whole = module_name and others == training
-            layers.unprotectable[name] = (
-                f"{module_name} ({type(module).__name__})" if whole else f"{name} (of {type(module).__name__})"
-            )
+            label = f"{module_name} ({type(module).__name__})" if whole else f"{name} (of {type(module).__name__})"
+            if isinstance(module, ParametrizationList):
+                rules = ", ".join(type(rule).__name__ for rule in module)
+                label = f"{module_name.replace('.parametrizations', '')} (computed from other parameters by {rules})"
+            layers.unprotectable[name] = label
             if own[name].dim() == 2:
                 layers.matrices[name] = MatrixLayer(module, name.rpartition(".")[2], bias="")
     _refuse_mixed_uses(layers)

@@ -67,6 +67,12 @@ def trainable(strategy: SupervisedTemplate) -> dict[str, nn.Parameter]:
 def _live(strategy: SupervisedTemplate) -> dict[str, Tensor]:
     model = strategy.model
     named = dict(chain(model.named_parameters(), model.named_buffers(), _own_parameters(strategy)))
+    lazy = [name for name, tensor in named.items() if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy)} have no shape yet, since lazy modules get theirs from the first batch; call the model "
+            "once on a batch before you make the optimizer"
+        )
     return {name: tensor.detach() for name, tensor in named.items()}
 
 

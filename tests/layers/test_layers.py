@@ -173,7 +173,7 @@ def test_map_sorts_a_model_into_kinds():
         "4",
         "5",
         "6",
-        "6.parametrizations.weight",
+        "6.weight",
     ]
 
 

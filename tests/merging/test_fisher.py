@@ -146,6 +146,17 @@ class Doubling(nn.BatchNorm1d):
         return 2 * super().forward(x).tanh()
 
 
+class Tokenised(nn.Module):
+    """Embeddings of numbers, of which some are equal."""
+
+    def __init__(self, padding_idx=None):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3, padding_idx=padding_idx)
+
+    def forward(self, x):
+        return self.embedding(x.round().long().clamp(-1, 2) + 1)
+
+
 MODELS = {
     "other normalisation": (lambda: nn.Sequential(nn.Linear(4, 6), Doubling(6), nn.Linear(6, 3)), (4,)),
     "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)), (4,)),
@@ -155,6 +166,11 @@ MODELS = {
     "residual": (Residual, (2, 6, 6)),
     "1-d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2, dilation=2), nn.Flatten(), nn.Linear(15, 3)), (2, 7)),
     "3-d": (lambda: nn.Sequential(nn.Conv3d(1, 2, 2, bias=False), nn.Flatten(), nn.Linear(54, 3)), (1, 4, 4, 4)),
+    "transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), nn.Flatten(), nn.Linear(54, 3)),
+        (4, 4),
+    ),
+    "embedding": (lambda: nn.Sequential(Tokenised(), nn.Flatten(), nn.Linear(15, 3)), (5,)),
     "depthwise": (lambda: nn.Sequential(nn.Conv2d(3, 6, 2, groups=3), nn.Flatten(), nn.Linear(54, 4)), (3, 4, 4)),
 }
 
@@ -456,3 +472,34 @@ def test_curvature_is_of_the_whole_batch_where_samples_are_coupled():
     p = logits_at(theta).detach().softmax(-1)
     expected = [float(j[i] @ (p[i].diag() - p[i].outer(p[i])) @ j[i]) for i in range(6)]
     assert curvature_along(logits_at, theta, delta).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4, batch_first=True)],
+    ids=lambda module: type(module).__name__,
+)
+def test_modules_of_many_tensors_are_refused_with_the_way_out(module):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.last = module, nn.Linear(4, 3)
+
+        def forward(self, x):
+            arguments = [x] * (3 if isinstance(self.module, nn.MultiheadAttention) else 1)
+            return self.last(self.module(*arguments)[0].mean(1))
+
+    model, x, y = First(), torch.randn(4, 5, 4), torch.randint(3, (4,))
+    with pytest.raises(ValueError, match=r"does not map one tensor to one tensor.*use the 'batched'"):
+        estimate(model, x, y, "empirical")
+    assert all(diagonal.isfinite().all() for diagonal in estimate(model, x, y, "batched").values())
+
+
+def test_padding_has_no_information():
+    model = nn.Sequential(Tokenised(padding_idx=1), nn.Flatten(), nn.Linear(15, 3)).double()
+    x, y = torch.randn(7, 5).double(), torch.randint(3, (7,))
+    expected = sample_oracle(model, x, y, lambda p, label: [(label, 1)])
+    for name, diagonal in estimate(model, x, y, "empirical").items():
+        torch.testing.assert_close(diagonal, expected[name])
+    assert not expected["0.embedding.weight"][1].any()
+    assert expected["0.embedding.weight"].any()

@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torchvision.models import VisionTransformer
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
@@ -323,3 +324,22 @@ def test_constants_of_a_vision_transformer_are_named_and_can_be_frozen():
     for name in names:
         assert not torch.equal(before[0][name], before[1][name])
         assert torch.equal(before[1][name], weights(model)[name])
+
+
+def test_lazy_modules_work_and_the_merge_says_what_it_needs():
+    def lazy():
+        return Network(nn.Sequential(nn.Flatten(), nn.LazyLinear(8)), 8)
+
+    assert max(drift(lazy(), [GPMPlugin(0.9999, n_samples=None)], OPTIMIZERS["sgd"]).values()) < 0.02
+    with pytest.raises(ValueError, match=r"features\.1\.weight.*call the model once on a batch"):
+        drift(lazy(), [GPMPlugin(), BecameMergePlugin()], OPTIMIZERS["sgd"])
+
+
+def test_a_computed_weight_is_named():
+    for wrap, rule in (
+        (parametrizations.weight_norm, "_WeightNorm"),
+        (parametrizations.spectral_norm, "_SpectralNorm"),
+    ):
+        model = Network(nn.Sequential(nn.Flatten(), nn.Linear(24, 8), wrap(nn.Linear(8, 8, bias=False))), 8)
+        with pytest.warns(UserWarning, match=rf"features\.2\.weight \(computed from other parameters by {rule}\)"):
+            drift(model, [GPMPlugin()], OPTIMIZERS["sgd"])
