@@ -12,6 +12,7 @@ from .benchmarks.five import five_datasets as five_datasets
 from .benchmarks.imagenet import split_miniimagenet as split_miniimagenet
 from .benchmarks.imagenet import split_tinyimagenet as split_tinyimagenet
 from .benchmarks.tensors import image_stream as image_stream
+from .logging.csv import StageCSVLogger as StageCSVLogger
 from .logging.wandb import WandBLogger as WandBLogger
 from .merging.fisher import Fisher as Fisher
 from .merging.rules import MergeInputs as MergeInputs

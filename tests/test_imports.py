@@ -18,7 +18,7 @@ ALLOWED = {
     "benchmarks": {"files"},
     "models": set(),
     "metrics": {"files", "results", "strategy"},
-    "logging": set(),
+    "logging": {"results"},
     "results": {"files"},
     "analysis": {"files", "results", "runs", "strategy", *MATHS, *PARTS},
     "runs": {"files", "results", "strategy", *MATHS, *PARTS},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,10 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from became_avalanche.results.figures import FIGURES, NothingToDrawError
+from became_avalanche.results.metrics import METRICS
+from became_avalanche.results.record import MergeRecord, Record
+
 if TYPE_CHECKING:
     import wandb
 
@@ -29,7 +34,8 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
 
     The step is the number of training iterations, over all experiences and stages. Each logger has its own run, so
     several can be open in one process. ``Stage``, ``Lambda``, ``Plasticity`` and ``Stability`` are logged under these
-    short names. No code, console output or git state is recorded.
+    short names: which stage begins at a step, and λ, ``Δᵀ F_t(θ̂) Δ`` and ``Δᵀ Λ_{t-1} Δ`` of each merge. No code,
+    console output or git state is recorded.
 
     A logger that comes out of a checkpoint resumes its run when it logs the next value. Offline, that is a second run
     folder with the same run id.
@@ -41,20 +47,26 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
         *,
         name: str | None = None,
         group: str | None = None,
+        job_type: str | None = None,
+        run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
         directory: str | Path | None = None,
         mode: Literal["online", "offline", "disabled"] | None = None,
+        start: bool = True,
     ) -> None:
         """Init.
 
         :param project: project that the run belongs to.
         :param name: name of the run; W&B makes one up if None.
         :param group: runs of a group are shown together, such as the seeds of an experiment.
+        :param job_type: what the run does within its group, such as the name of the method.
+        :param run_id: id of an earlier run to continue; a new run if None.
         :param config: settings of the experiment, shown and stored with the run: nothing secret.
         :param directory: where the folder ``wandb`` with the run's files goes; ``WANDB_DIR`` or the working directory
             if None.
         :param mode: where values go: to the server, to files for a later ``wandb sync``, or nowhere. ``WANDB_MODE`` if
             None, and online without it.
+        :param start: whether to start the run now, and not with ``start()`` or the first value.
         """
         super().__init__()
         if mode not in (None, "online", "offline", "disabled"):
@@ -63,14 +75,26 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
             "project": project,
             "name": name,
             "group": group,
+            "job_type": job_type,
             "config": dict(config or {}),
             "dir": None if directory is None else str(directory),
             "mode": mode,
         }
         self.step = 0
         """Last step logged."""
-        self.run: wandb.Run | None = self._start()
-        """The run; None after unpickling, until something is logged."""
+        self.run: wandb.Run | None = None
+        """The run; None until it is started, and after unpickling until something is logged."""
+        self._continue(run_id)
+        if start:
+            self.start(run_id)
+
+    def start(self, run_id: str | None = None) -> None:
+        """Start the run.
+
+        :param run_id: id of an earlier run to continue.
+        """
+        self._continue(run_id)
+        self.run = self._start()
 
     def log_single_metric(self, name: str, value: object, x_plot: int) -> None:
         """Log a number, picture or matrix; what W&B has no form for is ignored.
@@ -88,13 +112,13 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
         self,
         *,
         accuracy: NDArray[Any] | None = None,
-        picture: Path | str | Figure | None = None,
+        figures: Mapping[str, Path | str | Figure] | None = None,
         summary: Mapping[str, float] | None = None,
     ) -> None:
         """Log what is known at the end of a stream, at the last step.
 
         :param accuracy: the accuracy matrix: a row per task learned, a column per task evaluated.
-        :param picture: a matplotlib figure, or the path of an image file.
+        :param figures: matplotlib figures, or paths of image files, by name.
         :param summary: values for the table of runs.
         """
         import wandb
@@ -102,10 +126,33 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
         run = self._resumed()
         if accuracy is not None:
             run.log({"accuracy": _table(accuracy, "after task", "task")}, step=self.step)
-        if picture is not None:
-            run.log({"picture": wandb.Image(picture)}, step=self.step)
+        for name, figure in (figures or {}).items():
+            run.log({f"figures/{name}": wandb.Image(figure)}, step=self.step)
         if summary:
             run.summary.update({name: float(value) for name, value in summary.items()})
+
+    def log_record(self, record: Record) -> None:
+        """Log the record of a run: its status, and if it is done all metrics, tables and figures.
+
+        The metrics are in the summary as ``final/acc`` and so on. The accuracy matrix and the merges are tables. Each
+        figure that can be drawn from the record is an image, the accuracy matrix as a heatmap among them.
+        """
+        import wandb
+
+        run = self._resumed()
+        run.summary.update({"status": record.status})
+        if record.status != "done":
+            return
+        values = {name: metric.of(record) for name, metric in METRICS.items()}
+        self.log_result(
+            accuracy=np.array(record.accuracy["test"], dtype=float),
+            figures=_figures(record),
+            summary={f"final/{name}": value for name, value in values.items() if value is not None},
+        )
+        if record.merges:
+            columns: list[str | int] = list(MergeRecord.model_fields)
+            rows = [list(merge.model_dump().values()) for merge in record.merges]
+            run.log({"merges": wandb.Table(columns=columns, data=rows)}, step=self.step)
 
     def finish(self, exit_code: int = 0) -> None:
         """End the run.
@@ -127,6 +174,10 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "run": None}
 
+    def _continue(self, run_id: str | None) -> None:
+        if run_id is not None:
+            self._arguments.update(id=run_id, resume="allow")
+
     def _resumed(self) -> wandb.Run:
         if self.run is None:
             self.run = self._start()
@@ -147,7 +198,7 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
                 f"wandb could not start a run online ({reason}): log in with `wandb login`, or log into files with "
                 'mode="offline" or WANDB_MODE=offline'
             ) from error
-        self._arguments.update(id=run.id, resume="allow")
+        self._continue(run.id)
         self.step = max(self.step, run.step)  # a resumed run may have got further than the checkpoint
         return run
 
@@ -170,6 +221,15 @@ def _shown(name: str, value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
         value = value.item()
     return value if isinstance(value, int | float) else None
+
+
+def _figures(record: Record) -> dict[str, Figure]:
+    """All figures that can be drawn from one record, by name."""
+    drawn = {}
+    for name, figure in FIGURES.items():
+        with suppress(NothingToDrawError):
+            drawn[name] = figure.draw([record])
+    return drawn
 
 
 def _table(matrix: Tensor | NDArray[Any], row: str, column: str) -> wandb.Table:

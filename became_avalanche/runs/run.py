@@ -82,7 +82,7 @@ def run(
             return session
 
         try:
-            record = _train_in(folder, start, local, report)
+            record = _train_in(folder, start, local, report, logger)
         except DivergenceError:
             record = _ended(spec, folder, session, "diverged")
         except (KeyboardInterrupt, SystemExit):
@@ -103,7 +103,9 @@ def run(
         return record
 
 
-def _train_in(folder: RunFolder, start: Callable[[], Session], local: Local, report: Report) -> Record:
+def _train_in(
+    folder: RunFolder, start: Callable[[], Session], local: Local, report: Report, logger: WandBLogger | None
+) -> Record:
     """Train what is missing, with a checkpoint after each task."""
     session, notes = _restored(folder, start)
     for note in notes:
@@ -113,6 +115,8 @@ def _train_in(folder: RunFolder, start: Callable[[], Session], local: Local, rep
     if finished:
         report(Event(session.spec.key(), "resumed", finished))
     folder.log(f"resumed after {finished} tasks" if finished else f"started: {session.key}")
+    if logger is not None:
+        _start_logging(logger, folder, resumed=finished > 0)
     resumable = not session.not_resumable
     while not session.finished:
         session.step()
@@ -165,16 +169,25 @@ def _wandb_logger(spec: RunSpec, folder: RunFolder, local: Local) -> WandBLogger
         return None
     from became_avalanche.logging.wandb import WandBLogger
 
+    return WandBLogger(
+        local.wandb,
+        name=f"{spec.method.shown}-{spec.seed}",
+        group=local.group or spec.benchmark,
+        job_type=spec.method.shown,
+        config=spec.completed().model_dump(mode="json"),
+        directory=folder.path,
+        start=False,
+    )
+
+
+def _start_logging(logger: WandBLogger, folder: RunFolder, resumed: bool) -> None:
+    """Continue the run of Weights & Biases that belongs to the folder, or start one if training starts anew."""
     try:
-        return WandBLogger(
-            local.wandb,
-            name=f"{spec.method.shown}-{spec.seed}",
-            group=local.group or spec.benchmark,
-            config=spec.completed().model_dump(mode="json"),
-            directory=folder.path,
-        )
+        logger.start(folder.wandb_id() if resumed else None)
     except RuntimeError as error:
         raise StoreError(str(error)) from None
+    if logger.run is not None:
+        folder.keep_wandb_id(logger.run.id)
 
 
 def _logged_metrics() -> list[Any]:
@@ -184,17 +197,9 @@ def _logged_metrics() -> list[Any]:
 
 
 def _finish(logger: WandBLogger | None, record: Record | None) -> None:
-    """End the run of Weights & Biases, with the result of a run that is done."""
-    if logger is None:
+    """End the run of Weights & Biases, with what the record says if there is one."""
+    if logger is None or logger.run is None:
         return
-    if record is not None and record.status == "done":
-        import numpy as np
-
-        from became_avalanche.results.figures import run_figure
-        from became_avalanche.results.metrics import METRICS
-
-        values = {name.upper(): METRICS[name].of(record) for name in ("acc", "bwt")}
-        summary = {name: value for name, value in values.items() if value is not None}
-        accuracy = np.array(record.accuracy["test"], dtype=float)
-        logger.log_result(accuracy=accuracy, picture=run_figure(record), summary=summary)
+    if record is not None:
+        logger.log_record(record)
     logger.finish(exit_code=0 if record is not None and record.status == "done" else 1)

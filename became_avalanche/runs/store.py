@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from became_avalanche.results.record import Record, RecordError, References, rea
 from became_avalanche.runs.spec import RunSpec, SpecError, read_values
 
 CHECKPOINT = "checkpoint"
+WANDB_ID = "wandb-id.txt"
 
 
 class StoreError(UserError, RuntimeError):
@@ -32,6 +34,7 @@ class RunFolder:
     ``log.txt``       when it was started, resumed and finished, and its errors
     ``checkpoint-NNN.safetensors``  everything that the rest depends on, after NNN finished trainings
     ``endpoints-NNN.safetensors``   θ*_{t-1}, θ_GP and θ̂ of the merge of task NNN, if they are kept
+    ``wandb-id.txt``  the id of its run of Weights & Biases, which it continues when it resumes
     ``lock``          held by the process that trains the run
     """
 
@@ -62,6 +65,16 @@ class RunFolder:
         """Write ``spec.json`` unless it is there."""
         if not (self.path / "spec.json").exists():
             self._write("spec.json", spec.to_json())
+
+    def wandb_id(self) -> str | None:
+        """The id of its run of Weights & Biases, if it has one."""
+        path = self.path / WANDB_ID
+        text = read_file(path).decode(errors="replace").strip() if path.exists() else ""
+        return text if re.fullmatch(r"[\w-]{1,64}", text) else None
+
+    def keep_wandb_id(self, run_id: str) -> None:
+        """Remember the id of its run of Weights & Biases."""
+        self._write(WANDB_ID, f"{run_id}\n")
 
     def log(self, text: str) -> None:
         """Append a line with the time to ``log.txt``."""

@@ -32,6 +32,7 @@ class StagedPlugin(TaskPlugin, ABC):
         self.t = 0
         """Tasks learned."""
         self._task_is_open = False
+        self._stage = 1
 
     def reset(self) -> None:
         super().reset()
@@ -73,7 +74,7 @@ class StagedPlugin(TaskPlugin, ABC):
             def run(stage: int) -> None:
                 if stage > 1:
                     controls.restart()
-                publish(self, strategy, "Stage", stage)
+                self._stage = stage
                 for plugin in strategy.plugins:
                     if isinstance(plugin, StageAware):
                         plugin.on_stage_start(strategy, stage)
@@ -92,6 +93,11 @@ class StagedPlugin(TaskPlugin, ABC):
                 self.t += 1
 
         strategy._train_exp = train_in_stages
+
+    def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        """Tell the loggers the stage of each epoch, since epochs are counted anew in each stage."""
+        if self.stages(strategy):
+            publish(self, strategy, "Stage", self._stage)
 
 
 class _Controls:

@@ -18,7 +18,14 @@ from became_avalanche.logging.wandb import WandBLogger
 from became_avalanche.metrics.accuracy import AccuracyMatrix
 from became_avalanche.plugins.gpm import GPMPlugin
 from became_avalanche.plugins.merge import BecameMergePlugin
+from became_avalanche.results.figures import FIGURES
+from became_avalanche.results.metrics import METRICS
+from became_avalanche.runs.run import Local, run
+from became_avalanche.runs.session import Session
+from became_avalanche.runs.store import Store
 from tests.helpers import blobs, mlp, naive
+from tests.results.records import made_up
+from tests.runs.components import BLOBS
 
 
 class Run:
@@ -44,7 +51,7 @@ def runs(monkeypatch):
     started = []
 
     def init(**arguments):
-        started.append(Run(started[-1].step if arguments.get("resume") else 0, **arguments))
+        started.append(Run(started[-1].step if started and arguments.get("resume") else 0, **arguments))
         return started[-1]
 
     monkeypatch.setattr(wandb, "init", init)
@@ -156,9 +163,9 @@ def test_result_goes_to_the_last_step_and_the_summary(runs, tmp_path):
     logger.log_single_metric("Loss", 1, 9)
     logger.log_result()
     assert list(runs[0].rows[9]) == ["Loss"]
-    logger.log_result(accuracy=np.eye(2), picture=tmp_path / "picture.png", summary={"ACC": np.float32(0.5)})
+    logger.log_result(accuracy=np.eye(2), figures={"some": tmp_path / "picture.png"}, summary={"ACC": np.float32(0.5)})
     assert runs[0].rows[9]["accuracy"].data == [[1, 1, 0], [2, 0, 1]]
-    assert np.array_equal(pixels(runs[0].rows[9]["picture"]), np.asarray(picture))
+    assert np.array_equal(pixels(runs[0].rows[9]["figures/some"]), np.asarray(picture))
     assert runs[0].summary == {"ACC": 0.5}
     assert type(runs[0].summary["ACC"]) is float
     with pytest.raises(ValueError, match=r"expected a matrix, but got an array of shape \(0,\)"):
@@ -169,11 +176,11 @@ def test_result_goes_to_the_last_step_and_the_summary(runs, tmp_path):
 
 
 def test_settings_of_the_run(runs, tmp_path):
-    WandBLogger("mine", name="a", group="g", config={"lr": 0.1}, directory=tmp_path, mode="offline")
+    WandBLogger("mine", name="a", group="g", job_type="j", config={"lr": 0.1}, directory=tmp_path, mode="offline")
     arguments = runs[0].arguments
     settings = arguments.pop("settings")
     assert arguments == {
-        **{"project": "mine", "name": "a", "group": "g", "config": {"lr": 0.1}, "dir": str(tmp_path)},
+        **{"project": "mine", "name": "a", "group": "g", "job_type": "j", "config": {"lr": 0.1}, "dir": str(tmp_path)},
         **{"mode": "offline", "reinit": "create_new"},
     }
     assert (settings.console, settings.save_code, settings.disable_git) == ("off", False, True)
@@ -214,6 +221,36 @@ def test_pickled_logger_resumes_its_run_when_it_logs(runs):
     assert second.rows == {8: {"Loss": 3}, 9: {"Loss": 3}}
 
 
+def test_a_run_can_be_started_later_and_continued_by_its_id(runs):
+    logger = WandBLogger(start=False)
+    assert runs == []
+    logger.finish()
+    logger.start("known")
+    assert logger.run is runs[0]
+    assert [runs[0].arguments[key] for key in ("id", "resume")] == ["known", "allow"]
+    assert [WandBLogger(run_id="other").run.arguments[key] for key in ("id", "resume")] == ["other", "allow"]
+
+
+def test_a_record_is_logged_with_all_metrics_figures_and_tables(runs):
+    logger, record = WandBLogger(), made_up("gpm+became", 0)
+    logger.log_single_metric("Loss", 1, 9)
+    logger.log_record(record)
+    values = {f"final/{name}": metric.of(record) for name, metric in METRICS.items()}
+    assert {**runs[0].summary} == {"status": "done", **{name: v for name, v in values.items() if v is not None}}
+    assert {"final/acc", "final/bwt", "final/aaa"} <= runs[0].summary.keys()
+    row = runs[0].rows[9]
+    assert row["accuracy"].data == [[t + 1, *values] for t, values in enumerate(record.accuracy["test"])]
+    assert row["merges"].columns[:4] == ["t", "coefficient", "plasticity", "stability"]
+    assert [merge[:2] for merge in row["merges"].data] == [[2, 1 / 2], [3, 1 / 3]]
+    figures = {name.removeprefix("figures/") for name in row if name.startswith("figures/")}
+    assert {"training", "matrix", "coefficients"} <= figures < FIGURES.keys()  # there are no ranks to draw
+
+
+def test_of_a_run_that_is_not_done_the_status_is_logged(runs):
+    WandBLogger().log_record(made_up("gpm", 0, status="diverged", error="DivergenceError"))
+    assert (runs[0].summary, runs[0].rows) == ({"status": "diverged"}, {})
+
+
 def test_metrics_of_both_stages_arrive(runs):
     merge = BecameMergePlugin()
     strategy = naive(mlp(), [GPMPlugin(), merge], metrics=[AccuracyMatrix()], loggers=[WandBLogger()])
@@ -226,7 +263,8 @@ def test_metrics_of_both_stages_arrive(runs):
 def assert_stages_and_coefficients(rows, merge, iterations=8):
     """Stages of 8 iterations: 2 epochs of 4 batches."""
     stages = {step: row["Stage"] for step, row in rows.items() if "Stage" in row}
-    assert stages == {iterations * i: stage for i, stage in enumerate([1, 1, 2, 1, 2])}
+    ends = range(iterations // 2, 5 * iterations + 1, iterations // 2)
+    assert stages == dict(zip(ends, [1, 1, 1, 1, 2, 2, 1, 1, 2, 2], strict=True))
     coefficients = {step: row["Lambda"] for step, row in rows.items() if "Lambda" in row}
     assert coefficients == {iterations * i: record.coefficient for i, record in zip((3, 5), merge.merges, strict=True)}
 
@@ -235,7 +273,7 @@ def test_disabled_run_takes_everything(fresh_wandb, tmp_path):
     with WandBLogger(directory=tmp_path / "here", mode="disabled", config={"lr": 0.1}) as logger:
         for value in (1, torch.eye(2), Figure(figsize=(1, 1)), TensorImage(torch.rand(3, 4, 4))):
             logger.log_single_metric("Some", value, 1)
-        logger.log_result(accuracy=np.eye(2), picture=Figure(figsize=(1, 1)), summary={"ACC": 1})
+        logger.log_result(accuracy=np.eye(2), figures={"some": Figure(figsize=(1, 1))}, summary={"ACC": 1})
     assert not list(tmp_path.rglob("*.*"))
 
 
@@ -297,6 +335,79 @@ def values(items):
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
+def contents(file):
+    """Rows by step, the run with its settings, and the summary."""
+    everything = list(records(file))
+    rows = {record.history.step.num: values(record.history.item) for record in everything if record.HasField("history")}
+    (run,) = (record.run for record in everything if record.HasField("run"))
+    summary = {}
+    for record in everything:
+        summary |= values(record.summary.update)
+    return rows, run, summary
+
+
+def test_offline_run_in_its_folder_is_read_back_and_resumed(fresh_wandb, tmp_path, monkeypatch, capfd):
+    secret = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    step, steps = Session.step, []
+
+    def interrupted(session):
+        steps.append(len(session.tasks))
+        if steps == [0, 1, 2]:
+            raise KeyboardInterrupt
+        step(session)
+
+    monkeypatch.setattr(Session, "step", interrupted)
+    spec, store, local = BLOBS.spec("gpm+became", 0), Store(tmp_path), Local(wandb="mine", group="my-study")
+    with pytest.raises(KeyboardInterrupt):
+        run(spec, store, local)
+    record = run(spec, store, local)
+    wandb.teardown()  # or the files may not be written yet
+    assert steps == [0, 1, 2, 2]
+    assert record.resumed == [2]
+
+    folder = store.folder(spec).path
+    run_id = (folder / "wandb-id.txt").read_text().strip()
+    files = sorted(folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    (before, first, _), (after, second, summary) = map(contents, files)
+    assert len(list(folder.glob("wandb/offline-run-*"))) == 2
+    for header in (first, second):
+        assert header.run_id == run_id
+        names = (header.project, header.run_group, header.job_type, header.display_name)
+        assert names == ("mine", "my-study", "gpm+became", "gpm+became-0")
+        assert json.loads(spec.completed().model_dump_json()).items() <= values(header.config.update).items()
+
+    assert max(before) < min(after)
+    rows = {step: {**before.get(step, {}), **after.get(step, {})} for step in {**before, **after}}
+    stages = [row["Stage"] for _, row in sorted(rows.items()) if "Stage" in row]
+    assert stages == [
+        k + 1 for task in record.tasks for k, stage in enumerate(task.stages) for _ in range(stage.epochs)
+    ]
+    for name, field in (("Lambda", "coefficient"), ("Plasticity", "plasticity"), ("Stability", "stability")):
+        logged = [row[name] for _, row in sorted(rows.items()) if name in row]
+        assert logged == [getattr(merge, field) for merge in record.merges]
+    epochs = sum(stage.epochs for task in record.tasks for stage in task.stages)
+    assert sum(any(name.startswith("Loss_Epoch/train_phase") for name in row) for row in rows.values()) == epochs
+    for name in ("acc", "bwt", "aaa"):
+        assert summary[f"final/{name}"] == METRICS[name].of(record)
+    assert summary["status"] == "done"
+
+    last = after[max(after)]
+    table = json.loads((files[1].parent / "files" / last["accuracy/path"]).read_text())
+    assert [row[1:] for row in table["data"]] == record.accuracy["test"]
+    table = json.loads((files[1].parent / "files" / last["merges/path"]).read_text())
+    assert [row[1] for row in table["data"]] == [merge.coefficient for merge in record.merges]
+    for name in ("training", "matrix", "coefficients", "ranks", "losses"):
+        with Image.open(files[1].parent / "files" / last[f"figures/{name}/path"]) as image:
+            assert min(image.size) > 100
+
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert not [path for path in written if secret.encode() in path.read_bytes()]
+    assert secret not in "".join(capfd.readouterr())
+
+
 @pytest.mark.long
 def test_offline_run_holds_everything_but_secrets(fresh_wandb, tmp_path, monkeypatch):
     secret = "0123456789abcdef0123456789abcdef01234567"
@@ -314,17 +425,16 @@ def test_offline_run_holds_everything_but_secrets(fresh_wandb, tmp_path, monkeyp
     for experience in benchmark.train_stream:
         strategy.train(experience)
         strategy.eval(benchmark.test_stream)
-    logger.log_result(accuracy=matrix.result(), picture=tmp_path / "small.png", summary={"final ACC": matrix.acc})
+    logger.log_result(
+        accuracy=matrix.result(), figures={"small": tmp_path / "small.png"}, summary={"final ACC": matrix.acc}
+    )
     folder, run_id = tmp_path / "wandb", logger.run.id
     logger.finish()
     wandb.teardown()  # or the file may not be written yet
 
     (file,) = folder.glob(f"offline-run-*/run-{run_id}.wandb")
-    everything = list(records(file))
-    history = [record.history for record in everything if record.HasField("history")]
-    steps = [row.step.num for row in history]
-    assert steps == sorted(set(steps))
-    rows = {row.step.num: values(row.item) for row in history}
+    rows, run, summary = contents(file)
+    assert list(rows) == sorted(rows)
     assert all(row["_step"] == step for step, row in rows.items())
     assert_stages_and_coefficients(rows, merge)
     losses = [step for step, row in rows.items() if any(name.startswith("Loss_Epoch/train_phase") for name in row)]
@@ -334,16 +444,12 @@ def test_offline_run_holds_everything_but_secrets(fresh_wandb, tmp_path, monkeyp
     assert last["BWT/eval_phase/test_stream"] == matrix.bwt
     assert np.isnan(rows[8]["BWT/eval_phase/test_stream"])
 
-    (run,) = (record.run for record in everything if record.HasField("run"))
     assert (run.project, run.display_name, run.run_group) == ("became-avalanche", "long", "tests")
     assert config.items() <= values(run.config.update).items()
-    summary = {}
-    for record in everything:
-        summary |= values(record.summary.update)
     assert summary["final ACC"] == matrix.acc
 
     files = file.parent / "files"
-    assert (files / last["picture/path"]).read_bytes() == (tmp_path / "small.png").read_bytes()
+    assert (files / last["figures/small/path"]).read_bytes() == (tmp_path / "small.png").read_bytes()
     table = json.loads((files / last["accuracy/path"]).read_text())
     assert table["columns"] == ["after task", "task 1", "task 2", "task 3"]
     assert np.array_equal(np.array(table["data"])[:, 1:], matrix.result())

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from functools import partial
 
 import pytest
@@ -274,7 +275,11 @@ def test_stage_and_coefficient_reach_the_text_logger():
     merge = BecameMergePlugin()
     strategy = stream_of([GPMPlugin(), merge], loggers=[TextLogger(text)])
     strategy.eval(blobs().test_stream)
-    assert "Stage/train_phase/train_stream/Exp001 = 2" in text.getvalue()
+    epochs = re.findall(
+        r"Epoch (\d) ended\.\n(?:\t.*\n)*\tStage/train_phase/train_stream/Exp00(\d) = (\d)", text.getvalue()
+    )
+    expected = [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2)]  # experience and stage
+    assert epochs == [(str(epoch), str(t), str(stage)) for t, stage in expected for epoch in range(2)]
     for t, record in enumerate(merge.merges, start=1):
         assert f"Lambda/train_phase/train_stream/Exp00{t} = {record.coefficient:.4f}" in text.getvalue()
 
