@@ -26,7 +26,7 @@ from became_avalanche.merging.rules import (
 )
 from became_avalanche.results.record import MergeRecord
 from became_avalanche.strategy.divergence import DivergenceError
-from became_avalanche.strategy.passes import data_pass
+from became_avalanche.strategy.passes import data_pass, mean_loss
 from became_avalanche.strategy.protocols import RestoresBest, Suspendable
 from became_avalanche.strategy.stages import StagedPlugin, finish_merge, projections_suspended, publish
 from became_avalanche.strategy.weights import back_to, interpolate, restore, snapshot, trainable
@@ -193,7 +193,7 @@ class BecameMergePlugin(StagedPlugin):
             train_mode=self.fisher.mode == "train",
             shuffle=self.fisher.shuffle,
         ) as batches:
-            passes = (Batch(strategy.criterion(), strategy.mb_output, strategy.mb_y) for _ in batches)
+            passes = (Batch(mean_loss(strategy, size), strategy.mb_output, strategy.mb_y) for size in batches)
             return self.fisher(passes, strategy.model, parameters)
 
     def on_merged(self, strategy: SupervisedTemplate, inputs: MergeInputs, run: Callable[[int], None]) -> None:
@@ -236,6 +236,8 @@ class BecameMergePlugin(StagedPlugin):
         if any(isinstance(plugin, Suspendable) for plugin in strategy.plugins):
             run(1)
             theta_gp = snapshot(strategy)
+            with back_to(strategy, theta_previous):
+                _refuse_divergence(theta_gp, self.t + 1)
             with back_to(strategy, theta_gp), self.free_training(strategy), self._candidate_kept(strategy):
                 run(2)
         else:
@@ -326,6 +328,12 @@ class BecameMergePlugin(StagedPlugin):
             if not diagonal.isfinite().all():
                 raise DivergenceError(f"the Fisher information of task {self.t + 1} is not finite, first in {name}")
         return fisher
+
+
+def _refuse_divergence(weights: dict[str, Tensor], t: int) -> None:
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise DivergenceError(f"after stage 1 of task {t} the weights are not finite, first {name}")
 
 
 def _record(inputs: MergeInputs, coefficient: float, seconds: float) -> MergeRecord:

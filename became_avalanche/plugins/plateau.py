@@ -15,7 +15,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
 from became_avalanche.strategy.divergence import DivergenceError
-from became_avalanche.strategy.passes import data_pass, experiences_in_training
+from became_avalanche.strategy.passes import data_pass, experiences_in_training, mean_loss
 from became_avalanche.strategy.protocols import RestoresBest, StageAware
 from became_avalanche.strategy.state import StatefulPlugin
 from became_avalanche.strategy.weights import restore, snapshot
@@ -162,7 +162,7 @@ class PlateauPlugin(_Plateau, RestoresBest):
         for dataset in self._datasets:
             with data_pass(strategy, dataset, self.batch_size) as batches:
                 for size in batches:
-                    total += size * float(strategy.criterion())
+                    total += size * float(mean_loss(strategy, size))
                     samples += size
         return total / samples
 

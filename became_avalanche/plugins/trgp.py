@@ -20,7 +20,7 @@ from became_avalanche.plugins.threshold import EnergyThresholdPlugin, ThresholdO
 from became_avalanche.strategy.protocols import OwnsParameters
 from became_avalanche.strategy.tasks import continues
 from became_avalanche.subspace import backward
-from became_avalanche.subspace.basis import MAX_THRESHOLD, compact, orthonormal, reach
+from became_avalanche.subspace.basis import MAX_THRESHOLD, compact, in_double, orthonormal, reach
 from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
 
     def update_memory(self, name: str, observed: InputMatrix) -> None:
         old = self.memory.get(name)
-        stored = observed.empty_basis() if old is None else old["directions"].double()
+        stored = observed.empty_basis() if old is None else in_double(old["directions"])
         protected = stored.any(-2) if old is None else old["protected"]
         basis = stored * protected.unsqueeze(-2)
         energies, vectors = observed.residual_spectrum(basis)
@@ -260,6 +260,8 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
 
     def _join_optimizer(self, strategy: SupervisedTemplate) -> None:
         """Train the scales as the first parameter group is trained."""
+        if isinstance(strategy.optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS takes one parameter group, and TRGPPlugin trains its scales in a second one")
         if not self._training:
             return
         first = strategy.optimizer.param_groups[0]

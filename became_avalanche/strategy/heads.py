@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from avalanche.models import IncrementalClassifier, MultiHeadClassifier, MultiTaskModule
 from avalanche.models.dynamic_modules import DynamicModule
+from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche.layers.model import is_below
@@ -37,6 +38,16 @@ def trained_outputs(model: nn.Module, experience: Any) -> dict[str, Tensor]:
             trained[sorted(experience.classes_in_this_experience)] = True
             result[f"{name}.classifier.weight".removeprefix(".")] = trained.to(weight.device)
     return result
+
+
+def refuse_lbfgs_with_growing_heads(strategy: SupervisedTemplate) -> None:
+    """Raise a ValueError if the optimizer cannot take the parameters of the heads to come."""
+    heads = growing_heads(strategy.model)
+    if heads and isinstance(strategy.optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"LBFGS keeps the parameters that it started with, so it cannot train the heads that {next(iter(heads))!r} "
+            "adds for new tasks or classes; use another optimizer, or a model whose head does not grow"
+        )
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

@@ -83,12 +83,26 @@ def mean_gradients(
     dataset = strategy.experience.dataset
     with torch.enable_grad(), data_pass(strategy, dataset, batch_size, n_samples, num_workers) as batches:
         for size in batches:
-            gradients = torch.autograd.grad(strategy.criterion(), list(wanted.values()), allow_unused=True)
+            gradients = torch.autograd.grad(mean_loss(strategy, size), list(wanted.values()), allow_unused=True)
             for name, gradient in zip(wanted, gradients, strict=True):
                 if gradient is not None:
                     totals[name] = totals.get(name, 0) + size * gradient.to_dense()
             samples += size
     return {name: total / samples for name, total in totals.items()}
+
+
+def mean_loss(strategy: SupervisedTemplate, size: int) -> Tensor:
+    """The mean loss of the present batch of ``size`` samples, also if the strategy's criterion is their sum."""
+    total: Tensor = strategy.criterion()
+    return total / size if getattr(strategy._criterion, "reduction", "mean") == "sum" else total
+
+
+def refuse_empty(strategy: SupervisedTemplate, plugin: object) -> None:
+    """Raise a ValueError if there is nothing to train on: Avalanche would fail with an IndexError without words."""
+    if len(strategy.experience.dataset) == 0:
+        raise ValueError(
+            f"{type(plugin).__name__} got an experience without a training sample; leave it out of the stream"
+        )
 
 
 def refuse_online(strategy: SupervisedTemplate, plugin: object) -> None:

@@ -9,7 +9,8 @@ from weakref import ref
 from avalanche.training.plugins import FromScratchTrainingPlugin, GDumbPlugin
 from avalanche.training.templates import SupervisedTemplate
 
-from became_avalanche.strategy.passes import experiences_in_training, refuse_online
+from became_avalanche.strategy.heads import refuse_lbfgs_with_growing_heads
+from became_avalanche.strategy.passes import experiences_in_training, refuse_empty, refuse_online
 from became_avalanche.strategy.state import StatefulPlugin
 
 
@@ -47,6 +48,8 @@ class TaskPlugin(StatefulPlugin):
 
     def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         refuse_online(strategy, self)
+        refuse_empty(strategy, self)
+        refuse_lbfgs_with_growing_heads(strategy)
         self._refuse_fresh_starts(strategy)
         self._trained += self._in_training
         self._in_training = [_identity(experience) for experience in experiences_in_training(strategy)]

@@ -28,12 +28,22 @@ def grow_basis(basis: Tensor, inputs: InputMatrix, threshold: float, *, below: b
     ``below=True`` is the rule of the published GPM code for a first task: the largest ``k`` that stays *below* the
     threshold, one vector fewer.
     """
-    old = basis.double()
+    old = in_double(basis)
     total = inputs.energy().unsqueeze(-1)
     energies, vectors = inputs.residual_spectrum(old)
     old_energy = (total - energies.sum(-1, keepdim=True)).clamp(min=0)
     taken = reach(energies, threshold, total, held=old_energy, below=below)
     return compact(torch.cat([old, orthonormal(vectors, taken, old)], dim=-1))
+
+
+def in_double(basis: Tensor) -> Tensor:
+    """The basis in double precision, orthonormal once more if it was stored in half precision."""
+    double = basis.double()
+    if basis.dtype.itemsize >= 4 or basis.shape[-1] == 0:
+        return double
+    q, r = torch.linalg.qr(double)
+    again: Tensor = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # a zero column stays zero
+    return again
 
 
 def reach(

@@ -34,9 +34,9 @@ METHODS = {
     "sgp+became": lambda: [SGPPlugin(threshold=0.95, increment=0.001, **HEAD), BecameMergePlugin()],
     "trgp+became": lambda: [TRGPPlugin(threshold=0.95, increment=0.001, **HEAD), BecameMergePlugin()],
     "gpcns+became": lambda: [GPCNSPlugin(**HEAD), BecameMergePlugin()],
-    "nscl+became": lambda: [NSCLPlugin(a=1.5, **HEAD), BecameMergePlugin()],
+    "nscl+became": lambda: [NSCLPlugin(a=1, **HEAD), BecameMergePlugin()],
     "owm+became": lambda: [OWMPlugin(**HEAD), BecameMergePlugin()],
-    "connector": lambda: [NSCLPlugin(a=1.5, **HEAD), ConnectorPlugin()],
+    "connector": lambda: [NSCLPlugin(a=1, **HEAD), ConnectorPlugin()],
 }
 
 GROWS = {"trgp+became"}
