@@ -38,7 +38,9 @@ from .plugins.owm import OWMPlugin as OWMPlugin
 from .plugins.plateau import PlateauPlugin as PlateauPlugin
 from .plugins.plateau import TrainingPlateauPlugin as TrainingPlateauPlugin
 from .plugins.projection import GradientProjectionPlugin as GradientProjectionPlugin
+from .plugins.report import ProjectionReport as ProjectionReport
 from .plugins.sgp import SGPPlugin as SGPPlugin
+from .plugins.statistics import RunningStatistics as RunningStatistics
 from .plugins.trgp import TRGPPlugin as TRGPPlugin
 from .results.figures import FIGURES as FIGURES
 from .results.figures import landscape_figure as landscape_figure

@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from became_avalanche.files import suggestion
 from became_avalanche.layers.model import LayerMap, is_below, map_layers, seen_matrices
 from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
+from became_avalanche.plugins.report import ProjectionReport
+from became_avalanche.plugins.statistics import RunningStatistics, Statistics, drift_of, statistics_of
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.heads import growing_heads, task_heads, trained_outputs
-from became_avalanche.strategy.owner import has_weights
+from became_avalanche.strategy.owner import has_weights, renamed
 from became_avalanche.strategy.passes import data_pass, mean_gradients
 from became_avalanche.strategy.protocols import Suspendable
 from became_avalanche.strategy.tasks import TaskPlugin, continues
@@ -33,6 +36,7 @@ class ProjectionOptions(TypedDict, total=False):
     exclude: Sequence[str]
     freeze: Sequence[str]
     strict: bool
+    verbose: bool
 
 
 class GradientProjectionPlugin(TaskPlugin, Suspendable):
@@ -44,7 +48,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     Layers are found by module type: Linear and Conv1d/2d/3d. Task heads (``MultiHeadClassifier``) are left out. Of a
     single head that grows (``IncrementalClassifier``) the outputs that earlier experiences have trained are protected.
     Parameters of normalisation layers are frozen after the first experience;
-    their running statistics keep updating, which is a source of drift.
+    their running statistics keep updating, which is a source of drift: see ``RunningStatistics``.
 
     The promise holds with any optimizer. Under SGD the gradient is projected, weight decay included; under any other
     optimizer the update is, since adaptive steps leave the subspace that the gradient lies in. Optimizer state does not
@@ -74,6 +78,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         exclude: Sequence[str] = (),
         freeze: Sequence[str] = (),
         strict: bool = False,
+        verbose: bool = False,
     ) -> None:
         """Init.
 
@@ -85,6 +90,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         :param freeze: names of modules or parameters that train in the first experience only: constants such as a class
             token, which no projection can protect.
         :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
+        :param verbose: print ``report()`` once, after the first experience.
         """
         super().__init__()
         if n_samples is not None and n_samples < 1:
@@ -99,6 +105,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self.exclude = tuple(exclude)
         self.freeze = tuple(freeze)
         self.strict = strict
+        self.verbose = verbose
 
         self.experiences = 0
         """Experiences in memory."""
@@ -112,6 +119,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self._augmented: set[str]
         self._guards: list[Guard] = []
         self._saw_update = False
+        self._statistics: Statistics = {}
         self._forget_experience()
 
     @abstractmethod
@@ -218,6 +226,36 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             result[name] = int(counted.sum())
         return result
 
+    def report(self) -> ProjectionReport:
+        """Which parameters of the model are protected, frozen and free in the next experience; ``print`` shows it."""
+        model = None if self._owner is None else self._owner()
+        if model is None:
+            raise ValueError("a report is about a model, and this plugin has none: train it first")
+        layers = self._map_layers(model)
+        parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        present, _ = renamed(self.memory, parameters)  # a wrapper may have renamed what the memory is keyed by
+        ranks = {present.get(name, name): rank for name, rank in self.ranks().items()}
+        dimensions = {present.get(name, name): self.protected(name)[0].shape[:2] for name in self.memory}
+        bases = {name: (ranks[name], dimensions[name].numel()) for name in ranks if name in parameters}
+        together = _trainable_together(model, layers.biases) if self.bias == "augment" else set()
+        protected = {*bases, *(bias for name in together & bases.keys() for bias in layers.biases[name])}
+        stopped = set(chain.from_iterable(layers.constants.get(name, []) for name in bases))
+        stopped |= {bias for name in bases.keys() - together for bias in layers.biases.get(name, [])}
+        if self.bias == "free":
+            stopped = set()
+        if self.experiences and self.freezes_normalisation:
+            stopped |= set(layers.normalisation)
+        if self.experiences:
+            stopped |= {name for name in parameters if is_below(name, self.freeze)}
+        return ProjectionReport(
+            plugin=type(self).__name__,
+            experiences=self.experiences,
+            bases=bases,
+            frozen=[name for name in parameters if name in stopped - protected],
+            free=[name for name in parameters if name not in stopped | protected],
+            memory_bytes=self.memory_bytes(),
+        )
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """A context in which nothing is projected or frozen."""
@@ -243,6 +281,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self._warn_if_all_will_freeze(parameters)
         if self.experiences == 0:
             return
+        self._statistics = statistics_of(strategy.model)
         frozen: dict[str, Tensor | None] = {name: None for name in parameters if is_below(name, self.freeze)}
         if self.freezes_normalisation:
             frozen.update(dict.fromkeys(self.layers.normalisation))
@@ -314,14 +353,17 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
                     self.memory[name] = {**self.memory[name], "outputs": trained}
                 self.memory[name] = stored_like(self.memory[name], weight)
         self.experiences += 1
+        self._warn_of_statistics(strategy)
         self._forget_experience()
+        if self.verbose and self.experiences == 1:
+            print(self.report())
 
     # ----------------------------------------------------------------------------------------------------- details
 
     def _forget_experience(self) -> None:
         self.layers = LayerMap()
         self._augmented = set()
-        self._saw_update = False
+        self._saw_update, self._statistics = False, {}
         for guard in self._guards:
             guard.leave_forward()  # in place if the model failed in its forward pass
         self._guards = []
@@ -341,6 +383,22 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             "bias='free' lets biases train, unprotected, and exclude lets all parameters of a module",
             stacklevel=3,
         )
+
+    def _warn_of_statistics(self, strategy: SupervisedTemplate) -> None:
+        """Say once if running statistics have moved far enough to change what old tasks compute."""
+        drift = drift_of(self._statistics, statistics_of(strategy.model))
+        moved = {name: value for name, value in drift.items() if value > 0.5}
+        if not moved or any(isinstance(plugin, RunningStatistics) for plugin in strategy.plugins):
+            return
+        worst = max(moved, key=moved.__getitem__)
+        if "running statistics" not in self._warned:
+            self._warned.add("running statistics")
+            warnings.warn(
+                f"the running statistics of {len(moved)} normalisation layers have drifted, those of {worst} by "
+                f"{moved[worst]:.1f} standard deviations, so the outputs of old tasks have moved; put "
+                "RunningStatistics() into the list of plugins to keep them",
+                stacklevel=3,
+            )
 
     def _warn_of_unseen_updates(self, strategy: SupervisedTemplate) -> None:
         if self._guards and not self._saw_update and not has_weights(strategy.model, self._weights):

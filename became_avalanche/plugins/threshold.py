@@ -31,6 +31,7 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
         exclude: Sequence[str] = (),
         freeze: Sequence[str] = (),
         strict: bool = False,
+        verbose: bool = False,
         reference: bool = False,
     ) -> None:
         """Init. The defaults are the settings of the papers for 10-Split CIFAR-100.
@@ -44,10 +45,11 @@ class EnergyThresholdPlugin(GradientProjectionPlugin, ABC):
         :param freeze: names of modules or parameters that train in the first experience only: constants such as a class
             token, which no projection can protect.
         :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
+        :param verbose: print ``report()`` once, after the first experience.
         :param reference: do as the published code does where it differs from its paper. For all methods: what is held
             after the first experience stays just below the threshold instead of reaching it.
         """
-        super().__init__(n_samples, bias=bias, exclude=exclude, freeze=freeze, strict=strict)
+        super().__init__(n_samples, bias=bias, exclude=exclude, freeze=freeze, strict=strict, verbose=verbose)
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold is a fraction of energy between 0 and 1; got {threshold}")
         if not 0 <= increment <= 1:
