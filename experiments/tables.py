@@ -7,7 +7,8 @@ A page marks the place of a table, and everything between the two marks is repla
     <!-- table: experiments/studies/split-digits.toml -->
     <!-- end -->
 
-``TABLES`` lists the kinds of tables. Each study has a figure, experiments/results/figures/<study>.png.
+``TABLES`` lists the kinds of tables. Each study has a figure, experiments/results/figures/<study>.png, and ``PICTURES``
+lists the figures of docs/figures.md.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from functools import cache
 from pathlib import Path
 
 from became_avalanche.files import look_up, write_atomically
-from became_avalanche.results.figures import comparison_figure
+from became_avalanche.results.figures import FIGURES as FIGURES_OF_RECORDS
+from became_avalanche.results.figures import comparison_figure, landscape_figure, path_figure
 from became_avalanche.results.record import Record, with_joint
+from became_avalanche.results.scans import Landscape, PathScan, read_scans
 from became_avalanche.results.tables import budget, gains, gains_over, in_order, table, text_gains
 from became_avalanche.runs.catalogue import BENCHMARKS
 from became_avalanche.runs.store import Store
@@ -118,6 +121,27 @@ def draw(study: Path) -> None:
     comparison_figure(records, title).savefig(FIGURES / f"{study.stem}.png", dpi=150)
 
 
+PICTURES = {
+    "split-digits": ("training", "matrix", "average", "final", "bwt_im", "coefficients"),
+}
+"""Study -> the figures of docs/figures.md that are made of its records."""
+
+
+def draw_pictures(folder: Path) -> None:
+    """Draw the figures of docs/figures.md."""
+    folder.mkdir(exist_ok=True)
+    for stem, names in PICTURES.items():
+        records = records_in(ROOT / "experiments" / "studies" / f"{stem}.toml")
+        for name in names:
+            if name in FIGURES_OF_RECORDS:
+                figure = FIGURES_OF_RECORDS[name].draw(records)
+            else:
+                merged = next(RUNS.root / record.key for record in records if record.merges)
+                paths, landscapes = read_scans(PathScan, merged), read_scans(Landscape, merged)
+                figure = path_figure(paths) if name == "path" else landscape_figure(landscapes[0])
+            figure.savefig(folder / f"{name}.png", dpi=110)
+
+
 def main() -> None:
     """Write all tables and figures anew."""
     warnings.filterwarnings("ignore", message="no QP solver found")
@@ -129,6 +153,7 @@ def main() -> None:
                 print(f"changed: {page.relative_to(ROOT)}")
         for study in STUDIES:
             draw(study)
+        draw_pictures(ROOT / "docs" / "figures")
     except ValueError as error:
         sys.exit(f"tables: {error}")
 

@@ -252,13 +252,13 @@ def costs(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 def losses(records: Sequence[Record], ax: Axes | None = None) -> Figure:
     """Training and validation loss of one run, epoch by epoch: stage 1, and shaded the stages that follow it.
 
-    The run is the first one whose last task has two stages; a panel for each of its last four tasks, or its last task
+    The run is the first one that merges, or the first one; a panel for each of its last four tasks, or its last task
     alone with ``ax``.
     """
     traced = [run for run in records if run.tasks and all(stage.training_loss for stage in run.tasks[-1].stages)]
     if not traced:
         raise NothingToDrawError("none of these runs noted its losses")
-    run = next((run for run in traced if len(run.tasks[-1].stages) > 1), traced[0])
+    run = next((run for run in traced if run.merges), traced[0])
     shown = list(range(len(run.tasks)))[-PANELS:] if ax is None else [len(run.tasks) - 1]
     if ax is None:
         figure = Figure(figsize=(max(4.2, 2.8 * len(shown)), 3), layout="constrained")
@@ -451,8 +451,15 @@ def _few(
     chosen = [run for run in records if run.status == "done" and len(accuracies(run)) and usable(run)]
     if not chosen:
         raise NothingToDrawError(f"none of these runs is done and has {what}")
-    groups, styles = by_label(chosen), _styles(records)
-    return [(label, groups[label], styles[label]) for label in few_that_matter(chosen)]
+    groups, shown, looks = by_label(chosen), few_that_matter(chosen), {}
+    taken: set[str] = set()
+    for label, style in _styles(records).items():
+        if label in shown:
+            if style["color"] in taken:  # of a more important label, after which the colours start again
+                style = {**style, "color": next(color for color in (*COLORS, "0.5") if color not in taken)}
+            taken.add(style["color"])
+            looks[label] = style
+    return [(label, groups[label], looks[label]) for label in shown]
 
 
 def _styles(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
@@ -580,7 +587,8 @@ def _losses(axes: Axes, run: Record, t: int) -> None:
         ):
             if values:
                 numbers = [np.nan if value is None else value for value in values]
-                axes.plot(xs, numbers, color=color, linestyle=line, marker=".", label=name if first else None)
+                marker = "." if stage.epochs < 15 else ""
+                axes.plot(xs, numbers, color=color, linestyle=line, marker=marker, label=name if first else None)
         axes.annotate(
             f"stage {number + 1}", (start + 0.6, 1.0), xycoords=("data", "axes fraction"), fontsize=7, va="top"
         )

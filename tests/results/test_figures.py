@@ -181,6 +181,17 @@ def test_the_few_have_different_looks_in_grey():
     assert len({found.get_color() for found in lines}) == 6
 
 
+def test_merging_methods_have_different_colours_even_if_they_matter_less():
+    records = runs(["finetune", *WALL])
+    lines = [found for found in axes_of(drawn("coefficients", records)).lines if found.get_label() != "1/t"]
+    assert len({found.get_color() for found in lines}) == len(lines) == 5
+    average = axes_of(drawn("average", records))
+    both = [found for found in lines if found.get_label() in few_that_matter(records)]
+    assert both
+    for found in both:
+        assert line(average, found.get_label()).get_color() == found.get_color()
+
+
 def test_a_label_has_one_look_in_all_panels():
     figure = comparison_figure(runs())
     first = line(figure.axes[0], "gpm+became")
