@@ -66,6 +66,20 @@ def trials(study: Path) -> str:
     return _block(table(records, ("valid_acc", "acc", "epochs")).text(), *over)
 
 
+def choices(study: Path) -> str:
+    """Validation accuracy of all settings of the merge, and their gains over the first of them."""
+    records = records_in(study)
+    first = next(record.label for record in records if "+" in record.method)
+    over = text_gains(gains_over(records, first, "valid_acc"))
+    return _block(table(records, ("valid_acc", "acc", "bwt", "epochs")).text(), over)
+
+
+def gained(study: Path) -> str:
+    """What BECAME gains over each method, and over equal training."""
+    became = [gain for gain in gains(records_in(study)) if gain.label.endswith("+became")]
+    return _block(text_gains(became))
+
+
 def paths(scans: Path) -> str:
     """The coefficients of all estimators on each path."""
     from experiments.paths import table
@@ -95,6 +109,8 @@ def _block(*parts: str) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "table": comparison,
     "trials": trials,
+    "choices": choices,
+    "gains": gained,
     "paths": paths,
     "memory": memory,
     "benchmarks": benchmarks,

@@ -60,8 +60,8 @@ class BecameMergePlugin(StagedPlugin):
     and early stopping. Plugins that are not ``Suspendable`` work in both stages.
 
     Without a ``Suspendable`` plugin there is one stage, free from ``θ*_{t-1}``, whose ``θ̂`` is merged with
-    ``θ*_{t-1}``, as in the paper's ablation. What no earlier task has learned, such as the new head, is taken from
-    ``θ̂``.
+    ``θ*_{t-1}``, as in the paper's ablation. What no earlier task has learned, such as the new head, counts in λ and is
+    taken from ``θ̂``.
 
     All parameters are merged with one λ, the current head included; floating-point buffers (running statistics) too.
     Other rules can replace Eq. 20, by name or as a function of ``MergeInputs``.
@@ -80,7 +80,7 @@ class BecameMergePlugin(StagedPlugin):
         epochs: int | None = None,
         candidate: Candidate = "best",
         buffers: Buffers = "merged",
-        new_head: NewHead = "apart",
+        new_head: NewHead = "candidate",
         own_precision: bool = False,
         reference: bool = False,
         keep_last_merge: bool = False,

@@ -478,9 +478,17 @@ def _check_same(first: Record, second: Record, fields: Iterable[str], purpose: s
 
 
 def _differences(field: str, first: Any, second: Any) -> list[str]:
-    """The fields below ``field`` with different values, as ``recipe.batch_size (32 and 64)``."""
+    """The fields below ``field`` with different values, as ``recipe.batch_size (32 and 64)``.
+
+    A label decides no number. Records have all options of plugins, so an option that only one of the runs has is newer
+    than the other run.
+    """
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        names = [*first, *(name for name in second if name not in first)]
+        common = field in ("method.options", "method.merge.options")
+        names = [name for name in first if name in second or not common]
+        names += [name for name in second if name not in first and not common]
+        if field == "method":
+            names = [name for name in names if name != "label"]
         return [d for name in names for d in _differences(f"{field}.{name}", first.get(name), second.get(name))]
     return [] if first == second else [f"{field} ({first!r} and {second!r})"]
 

@@ -280,11 +280,12 @@ def _stored_spec(folder: RunFolder) -> dict[str, Any]:
     path = folder.path / "spec.json"
     record = None if path.exists() else folder.record()
     stored = read_values(path) if path.exists() else {} if record is None else record.spec
-    method: dict[str, Any] = stored.get("method", {})
-    if merge := method.get("merge"):
-        base = str(method["base"])
-        if base == "finetune" or ":" in base:  # without projection, runs of version 0.2 left the new head out of λ
-            merge["options"] = {"new_head": "apart", **merge["options"]}
+    match stored:
+        case {"method": {"base": str(base), "merge": {"rule": "became" | "became-exact", "options": dict(options)}}}:
+            if base == "finetune" or ":" in base:
+                # Specifications without this option are older than it. Without projection these runs left the new head
+                # out of λ. Other rules than these two give it the same weights either way.
+                options.setdefault("new_head", "apart")
     return stored
 
 

@@ -104,7 +104,7 @@ def test_fisher_on_validation_data_is_that_of_an_experience_of_the_validation_st
     names, seen = dict(strategy.model.named_parameters()), []
     experience = strategy.experience = session.stream.train_stream[1]
     plugin.fisher = lambda passes, model, parameters: seen.extend(len(batch.labels) for batch in passes)
-    plugin.fisher.n_samples = None
+    vars(plugin.fisher).update(n_samples=None, mode="eval", shuffle=True)
     plugin.estimate_fisher(strategy, names, 0)
     assert sum(seen) == len(session.stream.streams["valid"][1].dataset)
     assert strategy.experience is experience
@@ -121,7 +121,7 @@ def test_fisher_at_the_middle_is_taken_between_both_weights_and_the_weights_are_
     strategy.experience = session.stream.train_stream[1]
     seen = []
     plugin.fisher = lambda passes, model, parameters: seen.append(snapshot(strategy)) or {}
-    plugin.fisher.n_samples = None
+    vars(plugin.fisher).update(n_samples=None, mode="eval", shuffle=True)
     restore(strategy, inputs.candidate)
     plugin.choose_candidate(strategy, inputs.base)
     plugin.estimate_fisher(strategy, inputs.fisher, 0)

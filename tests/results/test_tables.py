@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from became_avalanche.results.metrics import METRICS
-from became_avalanche.results.tables import budget, comparisons, gains, gains_over, in_order, table, text_gains
+from became_avalanche.results.tables import (
+    budget,
+    check_comparable,
+    comparisons,
+    gains,
+    gains_over,
+    in_order,
+    table,
+    text_gains,
+)
 from tests import oracles
 from tests.results.records import made_up, make_spec, matrix_of
 
@@ -325,6 +334,17 @@ def test_different_settings_under_one_label_are_refused(records, function, key, 
     records = changed(records, key, spec=make_spec(method, int(seed)) | changes)
     with pytest.raises(ValueError, match=message):
         function(records)
+
+
+def test_labels_and_newer_options_do_not_keep_runs_apart():
+    old, new = make_spec("gpm", 0), make_spec("gpm", 1)
+    old["method"] = {"label": None, "options": {"threshold": 0.9}}
+    new["method"] = {"label": "mine", "options": {"threshold": 0.9, "newer": 1}}
+    runs = [made_up("gpm", 0, spec=old), made_up("gpm", 1, spec=new)]
+    check_comparable(runs)
+    new["method"]["options"]["threshold"] = 0.8
+    with pytest.raises(ValueError, match=r"method.options.threshold \(0.9 and 0.8\)"):
+        check_comparable([runs[0], made_up("gpm", 1, spec=new)])
 
 
 @pytest.mark.parametrize(

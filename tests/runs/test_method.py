@@ -121,7 +121,7 @@ def test_defaults_are_written_out_and_left_out():
         "epochs": None,
         "candidate": "best",
         "buffers": "merged",
-        "new_head": "apart",
+        "new_head": "candidate",
         "own_precision": False,
         "reference": False,
         "keep_last_merge": False,

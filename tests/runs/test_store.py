@@ -17,6 +17,8 @@ import pytest
 from became_avalanche import Session, Store
 from became_avalanche.files import sealed_json
 from became_avalanche.results.record import RecordError
+from became_avalanche.runs.catalogue import find_benchmark
+from became_avalanche.runs.method import Method
 from became_avalanche.runs.run import run
 from became_avalanche.runs.spec import SpecError, read_spec
 from became_avalanche.runs.store import RunFolder, StoreError
@@ -330,6 +332,20 @@ def test_a_record_without_specification_tells_which_run_it_is(whole, tmp_path, m
     settings = {**record.spec, "eval_batch_size": 63}
     store.folder(SPEC).record_path.write_text(record.model_copy(update={"spec": settings}).to_json())
     assert store.folder(SPEC).path.name == f"{SPEC.key()}~2"
+
+
+@pytest.mark.parametrize(("method", "name"), [("finetune+became", "~2"), ("finetune+constant", ""), ("gpm+became", "")])
+def test_runs_that_left_the_new_head_out_of_the_merge_are_other_runs(tmp_path, method, name):
+    """Their specification lacks the option. It matters without projection, and to rules with one λ of Eq. 20."""
+    store, spec = Store(tmp_path), find_benchmark("split-digits").spec(method)
+    values = json.loads(spec.to_json())
+    del values["method"]["merge"]["options"]["new_head"], values["sha256"]
+    store.open(spec)
+    (tmp_path / spec.key() / "spec.json").write_text(sealed_json(values))
+    assert store.folder(spec).path.name == spec.key() + name
+    old = spec.with_method(Method.parse(method, merge={"options": {"new_head": "apart"}}))
+    (tmp_path / spec.key()).rename(tmp_path / old.key())
+    assert store.folder(old).path.name == old.key()
 
 
 def test_the_specification_of_a_folder_can_be_read(whole):
