@@ -1,11 +1,11 @@
-.PHONY: test test-browser test-long docs demo tables speed dist clean
+.PHONY: test coverage mutants test-versions test-browser test-long docs demo tables speed dist clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
 # The networks of the tests are tiny: several threads would only wait for each other.
-test test-long: export OMP_NUM_THREADS = 1
+test test-long coverage mutants test-versions: export OMP_NUM_THREADS = 1
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -24,6 +24,18 @@ test-browser: .venv/installed
 
 test-long: .venv/installed
 	$(BIN)/pytest -m long
+
+# branches of the package that the tests take, processes that they start included
+coverage: .venv/installed
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --cov --cov-report=term:skip-covered
+
+# breaks formulas and guards on purpose and lists which test notices
+mutants: .venv/installed
+	$(BIN)/python -W ignore -m tests.mutants.run --jobs $(JOBS)
+
+# the tests on the oldest and the newest supported versions of what the package needs; FEW="3.10 oldest" for some
+test-versions: .venv/installed
+	$(BIN)/python -m tests.versions $(FEW)
 
 docs: .venv/installed
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html

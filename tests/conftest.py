@@ -2,9 +2,12 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
+settings.register_profile(
+    "first failure", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("default")
 torch.set_num_threads(1)
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from became_avalanche.subspace.basis import Projector, grow_basis, ranks
+from became_avalanche.subspace.basis import Projector, grow_basis, importance, orthonormal, ranks
 from became_avalanche.subspace.inputs import InputMatrix
 from tests import oracles
 
@@ -261,3 +261,22 @@ def test_compressed_columns_have_the_same_gram_matrix(a, chunks, single):
     if single:  # squared singular values of a thousandth of the largest are still there
         columns = columns.float().double()
     np.testing.assert_allclose((columns @ columns.T).numpy(), a @ a.T, atol=1e-6 * np.sum(a**2))
+
+
+def test_vectors_that_are_not_orthonormal_are_made_so():
+    """As the singular vectors of a residual may be that has less rank than they are."""
+    generator = torch.Generator().manual_seed(0)
+    old = torch.linalg.qr(torch.randn(2, 7, 2, generator=generator, dtype=torch.float64)).Q
+    vectors = torch.randn(2, 7, 4, generator=generator, dtype=torch.float64)
+    taken = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    new = orthonormal(vectors, taken, old)
+    for u, v, n in zip(old, new, (3, 1), strict=True):
+        both = torch.cat([u, v[:, :n]], dim=-1)
+        torch.testing.assert_close(both.T @ both, torch.eye(2 + n, dtype=torch.float64))
+        assert not v[:, n:].any()
+
+
+def test_a_direction_without_strength_has_no_importance():
+    strengths = torch.tensor([[3.0, 1.0, 0.0]])
+    for alpha, expected in ((0.0, [1, 1 / 3, 0]), (2.0, [1, 3 / 5, 0]), (float("inf"), [1, 1, 0])):
+        torch.testing.assert_close(importance(strengths, alpha), torch.tensor([expected], dtype=torch.float32))

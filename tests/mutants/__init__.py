@@ -1,0 +1,1 @@
+"""Breaks formulas and guards of the package on purpose: see ``run.py``."""
