@@ -42,10 +42,7 @@ docs: .venv/installed
 	@echo "The site is docs/_build/html/index.html"
 
 demo: .venv/installed
-	$(BIN)/became compare --benchmark split-digits --seeds 3 --out runs/demo --engine processes \
-		--methods finetune,ewc,lwf,agem,er,finetune+became,gpm,gpm-2x,gpm+became
-	@echo
-	$(BIN)/became report runs/demo
+	$(BIN)/became demo
 
 tables: .venv/installed
 	$(BIN)/python -m experiments.tables

@@ -201,6 +201,20 @@ def report(source: Path, out: Path, file: Path | None) -> None:
 
 
 @became.command()
+@click.option("--out", default="runs/demo", show_default=True, type=click.Path(path_type=Path), help="Folder of runs.")
+@click.pass_context
+def demo(context: click.Context, out: Path) -> None:
+    """Compare nine methods on digits with three seeds, and write a report. Takes about a minute.
+
+    Nothing is downloaded. Rerun the same command to resume.
+    """
+    methods = "finetune,ewc,lwf,agem,er,finetune+became,gpm,gpm-2x,gpm+became"
+    context.invoke(compare, methods=methods, seeds=3, engine="processes", out=out)
+    click.echo()
+    context.invoke(report, source=out)
+
+
+@became.command()
 @click.argument("name", required=False)
 def presets(name: str | None) -> None:
     """List the benchmarks, or show all settings of the one called NAME."""

@@ -419,3 +419,21 @@ def test_presets_and_data_are_listed(became, tmp_path):
     assert (code, err) == (0, "")
     assert "CIFAR-100: missing\n" in out
     assert f"TinyImageNet: incomplete or corrupt\n  {tmp_path}/tiny-imagenet-200" in out
+
+
+def test_the_demo_compares_on_digits_and_writes_a_report(became, monkeypatch, tmp_path):
+    """The trainings are replaced by made-up records: `make demo` itself takes a minute."""
+
+    def train(study, out, **options):
+        assert study.benchmarks == ["split-digits"]
+        assert {"ewc", "gpm", "gpm-2x", "gpm+became"} <= {method.name for method in study.methods}
+        assert options["engine"] == "processes"
+        record = made_up("gpm", 0)
+        (out / record.key).mkdir(parents=True)
+        (out / record.key / "record.json").write_text(record.to_json())
+
+    monkeypatch.setattr("became_avalanche.cli._run_study", train)
+    code, out, _ = became("demo")
+    assert code == 0
+    assert "runs/demo/report.html" in out
+    assert (tmp_path / "runs" / "demo" / "report.html").exists()
