@@ -71,7 +71,7 @@ def choices(study: Path) -> str:
     records = records_in(study)
     first = next(record.label for record in records if "+" in record.method)
     over = text_gains(gains_over(records, first, "valid_acc"))
-    return _block(table(records, ("valid_acc", "acc", "bwt", "epochs")).text(), over)
+    return _block(table(records, ("valid_acc", "acc", "bwt", "coefficient", "epochs")).text(), over)
 
 
 def gained(study: Path) -> str:

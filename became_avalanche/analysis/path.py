@@ -30,8 +30,9 @@ def scan_path(
 ) -> PathScan:
     """Walk along the path of the last merge, from ``θ_GP`` to ``θ̂``, and measure each task on the way.
 
-    Model and random state are as before when it is done. Data are passed in eval mode with eval transforms, in batches
-    of ``eval_mb_size``.
+    The path interpolates all parameters. Without projection the merge takes the new head from ``θ̂``, so the merged
+    model is not on this path. Model and random state are as before when it is done. Data are passed in eval mode with
+    eval transforms, in batches of ``eval_mb_size``.
 
     :param strategy: the strategy, after the training of a task.
     :param plugin: its merge plugin, made with ``keep_last_merge=True``.

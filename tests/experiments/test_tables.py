@@ -92,7 +92,8 @@ def test_a_gain_is_over_runs_that_are_there(studies):
         keys = {record.key for record in records}
         for record in records if len(keys) > 1 else ():  # a single run is compared with nothing
             references = set(record.references.model_dump().values()) - {None}
-            assert references <= keys, record.key
+            if ":" not in record.method:  # plugins of experiments/ are compared with the package's own
+                assert references <= keys, record.key
 
 
 def test_no_command_in_the_docs_writes_into_committed_results():
