@@ -593,6 +593,7 @@ def _losses(axes: Axes, run: Record, t: int) -> None:
             f"stage {number + 1}", (start + 0.6, 1.0), xycoords=("data", "axes fraction"), fontsize=7, va="top"
         )
         start += stage.epochs
+    axes.set_xlim(0.5, max(start, 1) + 0.5)  # one epoch alone would leave no room for the names of the stages
     axes.set_title(f"task {t + 1}")
     _tasks_axis(axes, "epoch")
 

@@ -1,3 +1,5 @@
+import io
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -140,6 +142,13 @@ def test_ranks_of_each_layer():
     axes = panel(drawn("ranks", runs()), "gpm")
     np.testing.assert_allclose(line(axes, "fc").get_xydata(), [(1, 2), (2, 7), (3, 12)])
     np.testing.assert_allclose(line(axes, "conv").get_ydata(), [1, 4, 7])
+
+
+def test_a_single_epoch_leaves_room_for_its_losses():
+    """Without that, constrained layout gives up with a warning."""
+    stage = StageRecord(epochs=1, training_loss=[0.5], validation_loss=[0.4])
+    run = made_up("gpm", 0, 1, tasks=[TaskRecord(stages=[stage])])
+    FIGURES["losses"].draw([run]).savefig(io.BytesIO())
 
 
 def test_losses_of_both_stages():
