@@ -94,6 +94,13 @@ def memory(sizes: Path) -> str:
     return table(json.loads(sizes.read_text()))
 
 
+def layers(drift: Path) -> str:
+    """How far the outputs of layers move."""
+    from experiments.layers import table
+
+    return table(json.loads(drift.read_text()))
+
+
 def benchmarks(catalogue: Path) -> str:
     """The benchmarks of the catalogue."""
     from became_avalanche.runs.describe import list_benchmarks
@@ -113,6 +120,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "gains": gained,
     "paths": paths,
     "memory": memory,
+    "layers": layers,
     "benchmarks": benchmarks,
 }
 """Kind of table -> function of the file that the mark names."""

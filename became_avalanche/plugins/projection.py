@@ -45,10 +45,12 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     After each experience the method stores, per layer, which input directions matter (``update_memory``). In later
     experiences these directions (``protected``) are removed from what the optimizer does to the layer's weight.
 
-    Layers are found by module type: Linear and Conv1d/2d/3d. Task heads (``MultiHeadClassifier``) are left out. Of a
-    single head that grows (``IncrementalClassifier``) the outputs that earlier experiences have trained are protected.
-    Parameters of normalisation layers are frozen after the first experience;
-    their running statistics keep updating, which is a source of drift: see ``RunningStatistics``.
+    Layers are found by module type: Linear, convolutions, attention, embeddings and recurrent layers; weights that
+    ``F.linear`` uses are found in a forward pass. What cannot be protected is named in a warning. Task heads
+    (``MultiHeadClassifier``) are left out. Of a single head that grows (``IncrementalClassifier``) the outputs that
+    earlier experiences have trained are protected. Parameters of normalisation layers are frozen after the first
+    experience; their running statistics keep updating, which is a source of drift: see
+    ``RunningStatistics``.
 
     The promise holds with any optimizer. Under SGD the gradient is projected, weight decay included; under any other
     optimizer the update is, since adaptive steps leave the subspace that the gradient lies in. Optimizer state does not
