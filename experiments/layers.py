@@ -5,7 +5,8 @@
 The folder holds ``cifar-100-python``; the weights are torchvision's ``MobileNet_V2_Weights.IMAGENET1K_V1``. Three
 tasks of ten classes of CIFAR-100 with some of their images, enlarged for MobileNetV2. Drift is what ``measure_drift``
 gives for the test images of the first task, between the end of the first task and the end of the last. Writes
-runs/layers.json and prints a table of it; runs that the file has already are not repeated. That of docs/layers.md is experiments/results/layers.json.
+runs/layers.json and prints a table of it; runs that the file has already are not repeated. That of docs/layers.md is
+experiments/results/layers.json.
 """
 
 import argparse

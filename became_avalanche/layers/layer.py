@@ -81,6 +81,18 @@ class Layer(ABC):
         bias: Tensor | None = getattr(self.module.get_submodule(path), leaf, None)
         return bias
 
+    @property
+    def rule(self) -> nn.Module | None:
+        """What computes the weight from other parameters (``torch.nn.utils.parametrize``); None if it is one itself."""
+        path, _, leaf = self.weight_name.rpartition(".")
+        rules = dict(getattr(self.module.get_submodule(path), "parametrizations", {}))
+        return rules.get(leaf)
+
+    def set_weight(self, value: Tensor) -> None:
+        """Give a computed weight a value, through the parameters that it is computed from."""
+        path, _, leaf = self.weight_name.rpartition(".")
+        setattr(self.module.get_submodule(path), leaf, value)
+
     # --------------------------------------------------------------------------------------------- inputs as columns
 
     @abstractmethod

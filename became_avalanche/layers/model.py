@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from became_avalanche.layers.attention import AttentionLayer
+from became_avalanche.layers.computed import originals
 from became_avalanche.layers.convolution import ConvolutionLayer
 from became_avalanche.layers.embedding import EmbeddingLayer
 from became_avalanche.layers.functional import MatrixLayer, WeightUses
@@ -45,7 +46,9 @@ class LayerMap:
     """The trainable parts of a model, as a projection method sees them."""
 
     protected: dict[str, list[Layer]] = field(default_factory=dict)
-    """Weight name -> the layers that use this weight (more than one if layers share it)."""
+    """Weight name -> the layers that use this weight (more than one if layers share it).
+
+    A computed weight is called by the parameter in its shape from which it is computed."""
     biases: dict[str, list[str]] = field(default_factory=dict)
     """Weight name -> names of the biases beside it, where there are any (several if layers share the weight)."""
     constants: dict[str, list[str]] = field(default_factory=dict)
@@ -74,12 +77,16 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
         found = [] if module in claimed else layers_of(module)
         for layer in found:
             claimed.add(module.get_submodule(layer.weight_name.rpartition(".")[0]))
-            weight = names.get(id(layer.weight))
-            if weight is None or is_below(weight, skip):  # computed from other parameters, or to be left alone
+            sources = [layer.weight] if layer.rule is None else originals(layer)
+            if not sources or is_below(names[id(sources[0])], skip):  # computed for good, or to be left alone
                 continue
+            weight = names[id(sources[0])]
             layers.protected.setdefault(weight, []).append(layer)
             biases = [names[id(layer.bias)]] if layer.bias is not None else []
             constants = [names[id(own)] for own in map(partial(getattr, module), layer.constants) if own is not None]
+            if layer.rule is not None:
+                biases, constants = [], [*biases, *constants]
+                known.update(names[id(source)] for source in sources)
             for kept, more in ((layers.biases, biases), (layers.constants, constants)):
                 if more:
                     kept[weight] = [*dict.fromkeys([*kept.get(weight, []), *more])]

@@ -40,7 +40,10 @@ class GPCNSPlugin(EnergyThresholdPlugin):
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
         """The gradient of each layer: its rows are the columns."""
+        computed = [name for name, users in self.layers.protected.items() if users[0].rule is not None]
+        self._complain(computed, "are parameters of computed weights, of which there are no gradients")
         rows = self._stale_rows(strategy) if self.reference else self.gradient_rows(strategy, num_workers)
+        rows = {name: gradient for name, gradient in rows.items() if name not in computed}
         gradients = {name: InputMatrix() for name in rows}
         for name, gradient in rows.items():
             gradients[name].add(gradient.mT)

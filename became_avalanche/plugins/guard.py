@@ -58,6 +58,9 @@ class Guard:
     where the optimizer adds the last term. ``W − W P`` is the protected part of the weight, which does not move as long
     as ``P`` removes whole directions; otherwise the update is projected if there is weight decay.
 
+    Of a computed weight (weight normalisation) the update is projected, and the parameters that it is computed from are
+    set to what gives the projected one.
+
     In a large Linear layer the gradient comes projected out of the backward pass, which costs far less. For that the
     layers compute through ``ProjectedBackward`` from ``before_forward`` to ``after_forward``.
     """
@@ -83,7 +86,8 @@ class Guard:
         if layers and isinstance(project, Projector) and len(parameters) == 1:
             self._layout, factor = layers[0].in_memory_order(project.factor)
             self.project = project = replace(project, factor=factor)
-        self._layers: list[Any] = [layer.module for layer in layers if layer.takes_rows]
+        self._computed = layers[0] if layers and layers[0].rule is not None else None
+        self._layers: list[Any] = [layer.module for layer in layers if layer.takes_rows and layer.rule is None]
         self._backward: ProjectedBackward | None = None
         if self._layers and isinstance(project, Projector) and outputs is None:
             backward = ProjectedBackward(project, ones=len(parameters) > 1)
@@ -130,6 +134,9 @@ class Guard:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if len(gradients) < len(self.parameters):
             return
+        if self._computed is not None:
+            self._start = [self._computed.weight.detach().clone()]
+            return
         if not self._in_gradient(step) or any(gradient.is_sparse for gradient in gradients):
             self._momentum_is_projected = False
             self._start = [parameter.detach().clone() for parameter in self.parameters]
@@ -145,7 +152,11 @@ class Guard:
                 gradient.sub_(part, alpha=decay)
 
     def after_update(self) -> None:
-        if self._start:
+        if self._start and self._computed is not None:
+            (start,), self._start = self._start, []
+            (update,) = self._projected([self._computed.weight.detach() - start])
+            self._computed.set_weight(start + update)
+        elif self._start:
             updates = [parameter - start for parameter, start in zip(self.parameters, self._start, strict=True)]
             for parameter, start, update in zip(self.parameters, self._start, self._projected(updates), strict=True):
                 torch.add(start, update, out=parameter)

@@ -198,7 +198,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
 
     def _trust_regions(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, dict[int, nn.Parameter]]:
         """A fresh scale matrix for each earlier task that a layer is to reuse."""
-        with _calls(self.layers.protected) as called:  # a weight that functions use cannot be scaled in its module
+        with _calls(self.layers.protected) as called:  # only a weight that its module uses can be scaled there
             gradients = self.gradient_rows(strategy, num_workers)
         trusted = {
             name: self._trusted(name, gradients[name])
@@ -341,7 +341,7 @@ def _calls(layers: Mapping[str, list[Layer]]) -> Iterator[set[str]]:
     called: set[str] = set()
     with ExitStack() as hooks:
         for name, users in layers.items():
-            for layer in (layer for layer in users if layer.in_calls):
+            for layer in (layer for layer in users if layer.in_calls and layer.rule is None):
                 note = layer.module.register_forward_pre_hook(lambda *call, name=name: called.add(name))
                 hooks.callback(note.remove)
         yield called

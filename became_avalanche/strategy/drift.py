@@ -11,6 +11,7 @@ import torch
 from avalanche.benchmarks.utils import AvalancheDataset
 from avalanche.models.utils import avalanche_forward
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.data import DataLoader
 
 from became_avalanche.layers.model import is_below
@@ -47,7 +48,9 @@ def measure_drift(
     pairs = {
         name: (module, after.get_submodule(name))
         for name, module in before.named_modules()
-        if dict(module.named_parameters(recurse=False)) and not is_below(name, heads)
+        if dict(module.named_parameters(recurse=False))
+        and not is_below(name, heads)
+        and not isinstance(module, ParametrizationList)  # it computes a weight
     }
     moved: dict[str, Tensor] = {}
     total: dict[str, Tensor] = {}

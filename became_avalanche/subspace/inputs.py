@@ -226,7 +226,7 @@ def recorded_inputs(
             if name not in ones:
                 matrix.add(columns)
 
-    weights = {name: users[0].weight for name, users in layers.items()}
+    weights = {name: users[0].weight for name, users in layers.items() if users[0].rule is None}
     linear = [name for name, users in layers.items() if isinstance(users[0], LinearLayer)]
     uses = WeightUses(weights, linear, record_linear)
     with ExitStack() as hooks:

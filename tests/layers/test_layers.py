@@ -161,7 +161,7 @@ def test_map_sorts_a_model_into_kinds():
         nn.LayerNorm(4),
         nn.PReLU(),
         Lora(4, 4),
-        parametrizations.weight_norm(nn.Linear(4, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
         nn.Linear(4, 4),
         Same(4, 4, bias=False),
     )

@@ -139,6 +139,7 @@ KINDS = {
     "bare adapter": (lambda: nn.Sequential(nn.Flatten(), Adapted(24, 8)), 8),
     "function": (Twice, 8),
     "swin": (Windows, 6),
+    "weight norm": (lambda: nn.Sequential(nn.Flatten(), parametrizations.weight_norm(nn.Linear(24, 8))), 8),
     "subclass": (lambda: nn.Sequential(nn.Flatten(), SameForward(24, 8)), 8),
 }
 OPTIMIZERS = {
@@ -337,9 +338,31 @@ def test_lazy_modules_work_and_the_merge_says_what_it_needs():
 
 def test_a_computed_weight_is_named():
     for wrap, rule in (
-        (parametrizations.weight_norm, "_WeightNorm"),
+        (parametrizations.orthogonal, "_Orthogonal"),
         (parametrizations.spectral_norm, "_SpectralNorm"),
     ):
         model = Network(nn.Sequential(nn.Flatten(), nn.Linear(24, 8), wrap(nn.Linear(8, 8, bias=False))), 8)
         with pytest.warns(UserWarning, match=rf"features\.2\.weight \(computed from other parameters by {rule}\)"):
             drift(model, [GPMPlugin()], OPTIMIZERS["sgd"])
+
+
+def test_a_normalised_weight_trains_and_keeps_its_form():
+    """Its direction and its size move, but not what it does to old inputs; other methods protect it or say no."""
+
+    def normalised():
+        torch.manual_seed(0)
+        return Network(nn.Sequential(nn.Flatten(), parametrizations.weight_norm(nn.Linear(24, 8))), 8)
+
+    stream = blobs(n_tasks=2, samples=8, shape=TOKENS).train_stream
+    for plugin in (GPMPlugin(0.9999, n_samples=None), TRGPPlugin(threshold=0.9999, n_samples=None)):
+        model = normalised()
+        strategy = naive(model, [plugin], torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1))
+        strategy.train(stream[0])
+        layer, x = model.features[1], batch_of(stream[0])[0].flatten(1)
+        before = layer.weight.detach().clone()
+        strategy.train(stream[1])
+        update = layer.weight.detach() - before
+        assert update.norm() > 0.05 * before.norm()
+        assert (x @ update.T).norm() < 0.01 * (x @ before.T).norm()
+    with pytest.warns(UserWarning, match=r"weight\.original1.*no gradients: GPCNSPlugin lets them train freely"):
+        naive(normalised(), [GPCNSPlugin()]).train(stream[0])
