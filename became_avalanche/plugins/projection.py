@@ -403,7 +403,8 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             )
 
     def _warn_of_unseen_updates(self, strategy: SupervisedTemplate) -> None:
-        if self._guards and not self._saw_update and not has_weights(strategy.model, self._weights):
+        trained = strategy.clock.train_exp_iterations > 0 or not has_weights(strategy.model, self._weights)
+        if self._guards and not self._saw_update and trained:
             warnings.warn(
                 f"{type(strategy).__name__} has trained without calling before_update and after_update of its plugins, "
                 f"so {type(self).__name__} could not protect anything",
