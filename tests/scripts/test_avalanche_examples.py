@@ -25,7 +25,7 @@ from avalanche.evaluation.metrics import (
 from avalanche.logging import CSVLogger, InteractiveLogger, TextLogger
 from avalanche.models import MTSimpleMLP, SimpleMLP
 from avalanche.training.determinism.rng_manager import RNGManager
-from avalanche.training.plugins import EarlyStoppingPlugin, EvaluationPlugin, ReplayPlugin, SupervisedPlugin
+from avalanche.training.plugins import EvaluationPlugin, ReplayPlugin, SupervisedPlugin
 from avalanche.training.supervised import EWC, Cumulative, Naive
 from sklearn.datasets import load_digits
 from torch.nn import CrossEntropyLoss
@@ -207,26 +207,6 @@ def _all_mnist(benchmark, plugins):
     return strategy
 
 
-def all_mnist_early_stopping(plugins):
-    benchmark = split_mnist()
-    model = simple_mlp()
-    strategy = Naive(
-        model=model,
-        optimizer=SGD(model.parameters(), lr=0.05, momentum=0.9),
-        criterion=CrossEntropyLoss(),
-        train_mb_size=32,
-        train_epochs=5,
-        eval_mb_size=32,
-        evaluator=EvaluationPlugin(accuracy_metrics(stream=True), loggers=[text_logger()]),
-        eval_every=1,
-        plugins=[EarlyStoppingPlugin(2, "test_stream"), *plugins],
-    )
-    for train_task, test_task in zip(benchmark.train_stream, benchmark.test_stream, strict=True):
-        strategy.train(train_task, eval_streams=[test_task])
-        strategy.eval(benchmark.test_stream)
-    return strategy
-
-
 def getting_started(plugins):
     benchmark = class_incremental_benchmark(
         {name: as_classification_dataset(Digits(name == "train")) for name in ("train", "test")},
@@ -330,7 +310,6 @@ SCRIPTS = (
     eval_plugin,
     all_mnist_permuted,
     all_mnist_split,
-    all_mnist_early_stopping,
     getting_started,
     dataloader,
     checkpointing,
@@ -370,7 +349,6 @@ def run(script, plugins):
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated function update:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Metric Top1_Acc_Stream used by the EarlyStopping plugin is not computed yet")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_projection_protects_in_a_script_that_knows_nothing_of_it(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
