@@ -550,7 +550,7 @@ def _training(axes: Axes, runs: Sequence[Record]) -> None:
 def _matrix(axes: Axes, runs: Sequence[Record], low: float = 0) -> None:
     a = 100 * _stack([accuracies(run) for run in runs]).mean(0)
     ticks = [str(t) for t in range(1, len(a) + 1)]
-    axes.imshow(np.tril(a) + np.triu(np.full_like(a, np.nan), 1), cmap="cividis", vmin=low, vmax=100)
+    axes.imshow(np.tril(a) + np.triu(np.full_like(a, np.nan), 1), cmap="cividis", vmin=low, vmax=100, aspect="auto")
     size = 8 if len(a) <= 6 else 5
     cells = [(t, i) for t in range(len(a)) for i in range(t + 1)] if len(a) <= 12 else []
     for t, i in cells:

@@ -111,3 +111,12 @@ def test_the_table_of_speed_is_the_measured_one():
     rows = [row for own in measured.values() for row in own]
     assert page.count("| yes |") + page.count("| **no** |") == len(rows)
     assert all(f"| {row['what']} | {row['value']:.4g} | {row['goal']} |" in page for row in rows)
+
+
+def test_every_figure_is_in_the_docs_with_its_command_and_small():
+    page = (ROOT / "docs" / "figures.md").read_text()
+    pictures = [name for names in tables.PICTURES.values() for name in names]
+    for name in pictures:
+        assert f"](figures/{name}.png)" in page
+        assert f"--figure {name}" in page
+        assert (ROOT / "docs" / "figures" / f"{name}.png").stat().st_size < 150_000
