@@ -147,6 +147,7 @@ def draw(study: Path) -> None:
 
 PICTURES = {
     "split-digits": ("training", "matrix", "average", "final", "bwt_im", "coefficients"),
+    "figures-cifar100": ("losses", "aoa", "ranks", "costs", "path"),
 }
 """Study -> the figures of docs/figures.md that are made of its records."""
 
