@@ -68,7 +68,8 @@ class OutputProjection(AttentionLayer):
     def columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         bare = copy(self.module)  # without the hooks that record calls
         bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
-        through: dict[str, Tensor] = {self.weight_name: torch.eye(len(self.weight)).to(self.weight)}
+        identity = torch.eye(len(self.weight), dtype=self.weight.dtype, device=self.weight.device)
+        through: dict[str, Tensor] = {self.weight_name: identity}
         if self.bias is not None:
             through[self.bias_name] = torch.zeros_like(self.bias)
         attended, _ = functional_call(bare, through, args, kwargs)

@@ -120,7 +120,7 @@ class _Features:
     """The input of a module in the next forward pass. Nothing stays on the model: others may want to copy it."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
-        self._value = torch.empty(0)
+        self._value: Tensor
         self._hook = model.get_submodule(name).register_forward_pre_hook(self._keep)
 
     def taken(self) -> Tensor:

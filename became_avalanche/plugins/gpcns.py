@@ -27,6 +27,8 @@ class GPCNSPlugin(EnergyThresholdPlugin):
     its gradient, at the weights that stay; with ``reference=True`` it is the one left over by the last training step.
     """
 
+    needs_loss = True
+
     def __init__(self, alpha: float = 5, **options: Unpack[ThresholdOptions]) -> None:
         """Init.
 

@@ -70,6 +70,7 @@ class BecameMergePlugin(StagedPlugin):
     Fisher information is estimated) and ``on_merged`` (what follows the merge, such as a third stage).
     """
 
+    needs_loss = True
     STATE = ("t", "precision", "previous_fisher", "merges")
 
     def __init__(

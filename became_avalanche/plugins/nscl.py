@@ -39,6 +39,7 @@ class NSCLPlugin(CovariancePlugin):
     ``B g²`` with ``g`` the gradient of the loss against the labels that the model predicts, where it is a classifier.
     """
 
+    needs_loss = True
     freezes_normalisation = False
     STATE = (*CovariancePlugin.STATE, "normalisation")
 

@@ -228,16 +228,16 @@ class TrainingPlateauPlugin(_Plateau):
         self._met = 0
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._total, self._samples = 0.0, 0
+        self._total, self._samples = torch.zeros((), dtype=torch.float64, device=strategy.device), 0
 
     def after_training_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         size = len(strategy.mb_y)
-        self._total += size * float(strategy.loss.detach())
+        self._total += size * strategy.loss.detach().double().sum()  # read once an epoch, not to wait for a device
         self._samples += size
 
     def loss(self, strategy: SupervisedTemplate) -> float:
         """Mean loss over the batches of the epoch."""
-        loss = self._total / self._samples
+        loss = float(self._total) / self._samples
         if loss != loss:
             raise DivergenceError("the training loss is not a number")
         return loss

@@ -47,6 +47,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
     The matrices are trained by the strategy's optimizer, as a parameter group that comes and goes with the experience.
     """
 
+    needs_loss = True
     STATE = (*EnergyThresholdPlugin.STATE, "scales")
 
     def __init__(self, trust_threshold: float = 0.5, top_k: int = 2, **options: Unpack[ThresholdOptions]) -> None:
@@ -349,7 +350,7 @@ def _calls(layers: Mapping[str, list[Layer]]) -> Iterator[set[str]]:
 
 def _identity(space: Tensor) -> Tensor:
     """One r x r identity per group."""
-    return torch.eye(space.shape[-1]).to(space).expand(len(space), -1, -1).clone()
+    return torch.eye(space.shape[-1], dtype=space.dtype, device=space.device).expand(len(space), -1, -1).clone()
 
 
 def _schedulers(strategy: SupervisedTemplate) -> Iterator[Any]:

@@ -34,9 +34,9 @@ def trained_outputs(model: nn.Module, experience: Any) -> dict[str, Tensor]:
     for name, head in growing_heads(model).items():
         if isinstance(head, IncrementalClassifier):
             weight: Tensor = head.classifier.weight
-            trained = torch.zeros(len(weight), dtype=torch.bool)
+            trained = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
             trained[sorted(experience.classes_in_this_experience)] = True
-            result[f"{name}.classifier.weight".removeprefix(".")] = trained.to(weight.device)
+            result[f"{name}.classifier.weight".removeprefix(".")] = trained
     return result
 
 

@@ -47,12 +47,15 @@ def data_pass(
             strategy.mb_output = strategy.forward()
             yield len(strategy.mb_y)
 
-    with torch.random.fork_rng(devices=[]):
-        order = torch.randperm(len(dataset)) if shuffle else torch.arange(len(dataset))
+    with kept_random_state(strategy.device):
+        order = torch.randperm(len(dataset), device="cpu") if shuffle else torch.arange(len(dataset), device="cpu")
         chosen = order[:n_samples].tolist()
         loader = DataLoader(dataset, batch_size, sampler=chosen, collate_fn=dataset.collate_fn, num_workers=num_workers)
         try:
             strategy.model.train(train_mode)
+            for module in modes:
+                if hasattr(module, "train_classifier") and hasattr(module, "eval_classifier"):
+                    module.training = True  # such models of Avalanche train one classifier and evaluate with another
             yield forward_passes()
         finally:
             for buffer, before in buffers:  # running statistics
@@ -67,6 +70,15 @@ def _in_eval(dataset: AvalancheDataset) -> bool:
     data = dataset._flat_data
     groups = {data._transform_groups.current_group, data._frozen_transform_groups.current_group}
     return groups == {"eval"}
+
+
+@contextmanager
+def kept_random_state(device: str | torch.device) -> Iterator[None]:
+    """A context after which the random states of the CPU and of all devices of this kind are as before."""
+    kind = torch.device(device).type
+    devices = range(0 if kind == "cpu" else getattr(torch, kind).device_count())
+    with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):
+        yield
 
 
 def mean_gradients(

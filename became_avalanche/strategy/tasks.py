@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 from avalanche.training.plugins import FromScratchTrainingPlugin, GDumbPlugin
+from avalanche.training.supervised import SCR, ICaRL
 from avalanche.training.templates import SupervisedTemplate
 
 from became_avalanche.strategy.heads import refuse_lbfgs_with_growing_heads
@@ -22,6 +23,9 @@ class TaskPlugin(StatefulPlugin):
         strategy.train(experience, task_continues=True)
         strategy.train(experience)
     """
+
+    needs_loss: ClassVar[bool] = False
+    """Whether the plugin computes the strategy's loss in passes of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +54,7 @@ class TaskPlugin(StatefulPlugin):
         refuse_online(strategy, self)
         refuse_empty(strategy, self)
         refuse_lbfgs_with_growing_heads(strategy)
-        self._refuse_fresh_starts(strategy)
+        self._refuse_hosts(strategy)
         self._trained += self._in_training
         self._in_training = [_identity(experience) for experience in experiences_in_training(strategy)]
         earlier = strategy.clock.train_exp_counter
@@ -86,12 +90,21 @@ class TaskPlugin(StatefulPlugin):
                     stacklevel=3,
                 )
 
-    def _refuse_fresh_starts(self, strategy: SupervisedTemplate) -> None:
+    def _refuse_hosts(self, strategy: SupervisedTemplate) -> None:
+        """Raise a ValueError if what this plugin does makes no sense under this strategy."""
+        own, host = type(self).__name__, type(strategy).__name__
+        if strategy.optimizer is None:
+            raise ValueError(f"{own} works on the steps of an optimizer, and {host} has none: leave the plugin out")
+        if self.needs_loss and isinstance(strategy, ICaRL | SCR):
+            raise ValueError(
+                f"{own} needs the loss of single batches, and that of {host} depends on more than a batch: leave the "
+                "plugin out, or use one that needs no loss, such as GPMPlugin"
+            )
         for plugin in strategy.plugins:
             if isinstance(plugin, GDumbPlugin | FromScratchTrainingPlugin):
                 raise ValueError(
-                    f"{type(self).__name__} keeps what earlier tasks have learned, but {type(plugin).__name__} starts "
-                    "each task with fresh weights: leave out one of them"
+                    f"{own} keeps what earlier tasks have learned, but {type(plugin).__name__} starts each task with "
+                    "fresh weights: leave out one of them"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class ProjectedBackward:
 
     def __post_init__(self) -> None:
         dimension = self.project.factor.shape[-2]
-        self._probe = torch.randn(dimension, generator=torch.Generator().manual_seed(0)).to(self.project.factor)
+        generator = torch.Generator().manual_seed(0)
+        self._probe = torch.randn(dimension, generator=generator, device="cpu").to(self.project.factor)
         self._projected_probe = self.project(self._probe.expand(1, 1, -1)).flatten()
 
     def forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
@@ -61,8 +62,11 @@ class ProjectedBackward:
         return error <= TOLERANCE * torch.finfo(gradient.dtype).eps * scale
 
     def may_pay(self, layer: nn.Linear) -> bool:
-        """Whether the layer is large enough for any batch to save something."""
-        return self._saved(layer, rows=0) >= WORTHWHILE
+        """Whether the layer is large enough for any batch to save something.
+
+        Never off the CPU: ``explains`` would wait for the device in each step.
+        """
+        return layer.weight.device.type == "cpu" and self._saved(layer, rows=0) >= WORTHWHILE
 
     def _pays(self, layer: nn.Linear, x: Tensor) -> bool:
         saved = self._saved(layer, rows=x.numel() // layer.in_features)
