@@ -4,7 +4,7 @@ Both steps run in one strategy, with the plugin in its list or without it, in tu
 few batches each, and the memory holds their inputs with the thresholds of GPM's paper.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import rows as speed
@@ -22,17 +22,16 @@ OPTIMIZERS = {
 GOALS = {"SGD": 1.05, "SGD with momentum and weight decay": 1.15, "Adam": 1.15}
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(quick: bool) -> Iterator[Row]:
     tasks, repeats = ((1,), 3) if quick else ((1, 5, 10), 15)
-    result = measured("AlexNet", AlexNet, GPMPlugin(), 64, tasks, tuple(OPTIMIZERS), repeats)
     for batch in (10, 64):
         network = "reduced ResNet18"
-        result += measured(network, partial(ReducedResNet18, 32), GPMPlugin(), batch, tasks, ("SGD",), repeats)
+        yield from measured(network, partial(ReducedResNet18, 32), GPMPlugin(), batch, tasks, ("SGD",), repeats)
+    yield from measured("AlexNet", AlexNet, GPMPlugin(), 64, tasks, tuple(OPTIMIZERS), repeats)
     if not quick:
         network = "pre-activation ResNet18"
         plugin = NSCLPlugin(n_samples=125)
-        result += measured(network, PreActResNet18, plugin, 32, (1,), ("Adam",), 3)
-    return result
+        yield from measured(network, PreActResNet18, plugin, 32, (1,), ("Adam",), 3)
 
 
 def measured(

@@ -1,6 +1,6 @@
 """Side by side with the authors' own codes of GPM, TRGP and Adam-NSCL: time of an epoch and of a memory update, memory.
 
-    python experiments/speed/reference.py FOLDER [--quick] [--data FOLDER]
+    python experiments/speed/table.py --reference FOLDER [--quick] [--data FOLDER]
 
 FOLDER holds clones of their repositories under these names:
 
@@ -14,7 +14,6 @@ out. TRGP and Adam-NSCL need a repair: they look for gradients after ``zero_grad
 Without it TRGP stops with an error, and the memory of Adam-NSCL stays empty.
 """
 
-import argparse
 import os
 import resource
 import sys
@@ -245,13 +244,3 @@ def theirs_nscl(folder: Path, tasks: Images) -> Seconds:
         if not agent.model_optimizer.transforms:
             raise RuntimeError("Adam-NSCL left no memory, so its times would mean nothing")
     return seconds
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--data", type=Path, default=Path("data"))
-    arguments = parser.parse_args()
-    for row in rows(arguments.quick, arguments.folder, arguments.data):
-        print(row)

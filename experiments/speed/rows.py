@@ -33,6 +33,7 @@ class Row:
     """How it was measured, or what bounds it."""
 
 
+DOCS = Path(__file__).parents[2] / "docs"
 DATA: Path | None = None
 """Folder with ``cifar-100-python``; without one, images are random."""
 
@@ -45,6 +46,13 @@ def at_most(limit: float, what: str, value: float, note: str) -> Row:
 def at_least(limit: float, what: str, value: float, note: str) -> Row:
     """A row whose value should be at least ``limit``."""
     return Row(what, value, f"≥ {limit:g}", value >= limit, note)
+
+
+def write_between(name: str, text: str, page: str = "speed.md") -> None:
+    """Put ``text`` between the two comments of a page of docs that name it."""
+    path, start, end = DOCS / page, f"<!-- {name} -->", f"<!-- end of {name} -->"
+    old = path.read_text()
+    path.write_text(f"{old[: old.index(start)]}{start}\n{text}\n{old[old.index(end) :]}")
 
 
 def images(n_tasks: int = 10) -> GenericCLScenario:

@@ -1,14 +1,16 @@
 """Measures what the package costs, prints a table, and writes it to measured.json beside this file.
 
-    python experiments/speed/table.py [--quick] [--data FOLDER] [--only projection trgp ...] [--docs]
+    python experiments/speed/table.py [--quick] [--data FOLDER] [--reference FOLDER] [--only projection ...] [--docs]
 
-Each file named in MODULES has a function ``rows(quick)``. Ratios are medians over interleaved repeats of CPU time, in
-one process with one thread, unless a note says otherwise.
+Each file named in MODULES has a function ``rows(quick)``. A row takes the place of the stored one of the same name.
+Ratios are medians over interleaved repeats of CPU time, in one process with one thread, unless a note says otherwise.
+With ``--reference`` the authors' codes in that folder are measured; see reference.py for what has to be in it.
 """
 
 import argparse
 import json
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib import import_module
 from inspect import signature
@@ -18,20 +20,18 @@ import rows as speed
 import torch
 from rows import Row
 
-MODULES = ("projection", "memory_update", "trgp", "merge_share", "many_tasks", "networks", "pipeline")
+MODULES = ("projection", "memory_update", "trgp", "merge_share", "many_tasks", "networks", "compiled", "pipeline")
+REFERENCE = "reference"
 RESULTS = Path(__file__).with_name("measured.json")
-DOCS = Path(__file__).parents[2] / "docs" / "speed.md"
-START, END = "<!-- measured, by table.py --docs -->", "<!-- end -->"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer tasks and repeats; nothing is written")
     parser.add_argument("--data", type=Path, help="folder with cifar-100-python; random images without it")
-    parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="measure these; keep other rows")
-    parser.add_argument(
-        "--docs", action="store_true", help="write the table of measured.json into docs/speed.md, no more"
-    )
+    parser.add_argument("--reference", type=Path, help="folder with the authors' codes, to be measured beside ours")
+    parser.add_argument("--only", nargs="+", choices=MODULES, help="measure these; keep other rows")
+    parser.add_argument("--docs", action="store_true", help="write the table of measured.json into docs, no more")
     arguments = parser.parse_args()
     if arguments.docs:
         write_docs()
@@ -40,18 +40,20 @@ def main() -> None:
     torch.set_num_threads(1)
     speed.DATA = arguments.data
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in arguments.only:
+    chosen = list(arguments.only or ([] if arguments.reference else MODULES))
+    for name in chosen + [REFERENCE] * (arguments.reference is not None):
         module = import_module(name)
-        if not hasattr(module, "rows"):
-            continue
-        takes_data = "data" in signature(module.rows).parameters and arguments.data is not None
-        measured = module.rows(arguments.quick, **({"data": arguments.data} if takes_data else {}))
-        for row in measured:
+        takes = signature(module.rows).parameters
+        given = {"data": arguments.data, "folder": arguments.reference}
+        options = {key: value for key, value in given.items() if key in takes and value is not None}
+        known = {row["what"]: row for row in results.get(name, [])}
+        for row in module.rows(arguments.quick, **options):
             print(line(row), flush=True)
-        results[name] = [asdict(row) for row in measured]
-        if not arguments.quick:
-            ordered = {key: results[key] for key in MODULES if key in results}
-            RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+            known[row.what] = asdict(row)
+            results[name] = list(known.values())
+            if not arguments.quick:  # after each row, since a whole table takes a while
+                ordered = {key: results[key] for key in (*MODULES, REFERENCE) if key in results}
+                RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
 
 
 def line(row: Row) -> str:
@@ -59,12 +61,15 @@ def line(row: Row) -> str:
 
 
 def write_docs() -> None:
-    text = DOCS.read_text()
-    head, tail = text[: text.index(START)], text[text.index(END) :]
     stored = json.loads(RESULTS.read_text())
-    lines = [line(Row(**row)) for own in stored.values() for row in own]
-    table = "\n".join(["| what | measured | goal | met | how |", "| --- | --- | --- | --- | --- |", *lines])
-    DOCS.write_text(f"{head}{START}\n{table}\n{tail}")
+    theirs = stored.pop(REFERENCE, [])
+    speed.write_between("measured", table(own for rows in stored.values() for own in rows))
+    speed.write_between("reference", table(theirs), "speed-networks.md")
+
+
+def table(rows: Iterable[dict]) -> str:
+    lines = [line(Row(**row)) for row in rows]
+    return "\n".join(["| what | measured | goal | met | how |", "| --- | --- | --- | --- | --- |", *lines])
 
 
 if __name__ == "__main__":

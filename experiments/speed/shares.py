@@ -1,0 +1,194 @@
+"""What steps of training spend their time on: shares of CPU time by PyTorch's profiler, one thread.
+
+    python experiments/speed/shares.py [--docs]
+
+Images are random, and so are the protected directions, as many as the table in docs/speed.md measured on CIFAR-100.
+Writes shares.json beside this file; ``--docs`` writes its table into docs/speed.md, no more.
+"""
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import process_time
+
+import torch
+from avalanche.training.plugins import SupervisedPlugin
+from avalanche.training.supervised import Naive
+from projection import OPTIMIZERS
+from rows import cpu_times, images, ratio, strategy_of, write_between
+from torch.profiler import ProfilerActivity, profile
+
+from became_avalanche import (
+    AlexNet,
+    BecameMergePlugin,
+    GPMPlugin,
+    PreActResNet18,
+    ReducedResNet18,
+    TRGPPlugin,
+    keep_freed_memory,
+)
+
+RESULTS = Path(__file__).with_name("shares.json")
+GROUPS = {
+    "convolutions": ("convolution",),
+    "products of layers": ("aten::mm", "aten::addmm", "aten::linear"),
+    "products of the projection": ("aten::bmm", "aten::baddbmm"),
+    "normalisation": ("batch_norm",),
+    "dropout": ("aten::random_", "aten::lt_"),
+    "pooling": ("max_pool",),
+    "optimizer": ("Optimizer", "aten::_foreach", "aten::add_"),
+}
+"""Parts of a step, by what the names of operations contain. In these networks only the projection multiplies batches
+of matrices (``bmm``); in Linear layers that project their batch its products count as those of layers."""
+ALEXNET = (22, 405, 473, 750, 999)
+RESNET = {
+    1: (7, 40, 73, 71, 89, 73, 180, 15, 243, 265, 240, 520, 33, 527, 540, 435, 766, 66, 774, 789),
+    10: (14, 111, 146, 146, 156, 150, 335, 20, 342, 345, 344, 698, 40, 701, 702, 703, 1413, 79, 1415, 1415),
+}
+NSCL = (21, 308, 223, 329, 205, 18, 286, 292, 356, 477, 58, 747, 1966, 2250, 2165, 252, 1760, 2000, 1996, 1994)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--docs", action="store_true", help="write the table of shares.json into docs/speed.md")
+    if not parser.parse_args().docs:
+        warnings.filterwarnings("ignore")
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        lines = []
+        for line in measured():
+            lines.append(line)
+            RESULTS.write_text(json.dumps(lines, indent=1, ensure_ascii=False) + "\n")
+    write_between("shares", table(json.loads(RESULTS.read_text())))
+
+
+def measured():
+    """One line of the table after the other."""
+    peak = best_speed()
+    yield {"what": "AlexNet, batch 64, plain SGD, not projected", **step_shares(AlexNet, (), 64, "SGD")}
+    for name in OPTIMIZERS:
+        yield {
+            "what": f"AlexNet, batch 64, {name}, after 10 tasks",
+            **step_shares(AlexNet, ALEXNET, 64, name),
+            "peak": peak,
+        }
+    for tasks, ranks in RESNET.items():
+        what = f"reduced ResNet18, batch 10, SGD, after {tasks} task{'s' * (tasks > 1)}"
+        yield {"what": what, **step_shares(partial(ReducedResNet18, 32), ranks, 10, "SGD"), "peak": peak}
+    what = "pre-activation ResNet18, batch 32, Adam, ranks of NSCL after 1 task"
+    yield {"what": what, **step_shares(PreActResNet18, NSCL, 32, "Adam", repeats=1), "peak": peak}
+    yield {"what": "TRGP, AlexNet, batch 64, two trusted tasks", **step_shares(AlexNet, None, 64, "SGD")}
+    yield {"what": "a batch of the Fisher information, AlexNet, batch 64", **fisher_shares()}
+
+
+def best_speed(n: int = 1536) -> float:
+    """GFLOP/s of the product of two large square matrices."""
+    x = torch.randn(n, n)
+    return max(2e-9 * n**3 / seconds for seconds in cpu_times({"product": lambda: x @ x}, 5)["product"])
+
+
+class Once(SupervisedPlugin):
+    """Calls a function with a strategy that has one batch, in its last experience."""
+
+    def __init__(self, last: int, call: Callable[[Naive], None]) -> None:
+        super().__init__()
+        self.last, self.call = last, call
+
+    def before_training_epoch(self, strategy: Naive, **kwargs: object) -> None:
+        strategy.dataloader = [next(iter(strategy.dataloader))]
+        if strategy.experience.current_experience == self.last:
+            self.call(strategy)
+
+
+def step_shares(make, ranks, batch: int, optimizer: str, repeats: int = 3) -> dict:
+    """Shares of a step with random directions of these ranks, and its time over that of a plain one; None for TRGP."""
+    torch.manual_seed(0)
+    model, result = make(), {}
+    plugin = TRGPPlugin(trust_threshold=0) if ranks is None else GPMPlugin()
+
+    def measure(strategy: Naive) -> None:
+        plugins = strategy.plugins
+        without = [own for own in plugins if own is not plugin]
+        if ranks is not None:
+            strategy.optimizer = OPTIMIZERS[optimizer](model.parameters())
+
+        def step(own: list) -> None:
+            strategy.plugins = own
+            if ranks is None and own is without:
+                plugin._serve(strategy.model, None)
+            strategy.training_epoch()
+
+        chosen = plugins if ranks is None or ranks else without
+        seconds = cpu_times({"plain": lambda: step(without), "projected": lambda: step(chosen)}, 2 * repeats)
+        result.update(shares(lambda: step(chosen), repeats), ratio=ratio(seconds, "projected", "plain"))
+        if ranks:
+            operations = sum(4 * guard.parameters[0].shape[0] * guard.project.factor.numel() for guard in projected())
+            result["speed"] = 1e-9 * operations / (result["seconds"] * result["products of the projection"] or 1)
+        strategy.plugins = plugins
+
+    def projected() -> list:
+        """The guards that multiply matrices in each step."""
+        linear = OPTIMIZERS[optimizer].func is torch.optim.SGD
+        return [guard for guard in plugin._guards if guard._layout and not (linear and guard.in_backward)]
+
+    last = 2 if ranks is None else 1
+    strategy = strategy_of(model, torch.optim.SGD(model.parameters(), lr=0.01), [plugin, Once(last, measure)], batch)
+    for task, experience in enumerate(images().train_stream[: last + 1]):
+        if task == 1 and ranks:
+            for memory, rank in zip(plugin.memory.values(), ranks, strict=True):
+                d = memory["basis"].shape[-2]
+                memory["basis"] = torch.linalg.qr(torch.randn(1, d, min(rank, d))).Q
+        strategy.train(experience)
+    return result
+
+
+def fisher_shares() -> dict:
+    """Shares of four batches of the Fisher information, and their time over that of four training steps."""
+    torch.manual_seed(0)
+    model, result, merge = AlexNet(), {}, BecameMergePlugin()
+
+    def measure(strategy: Naive) -> None:
+        strategy.dataloader *= 4
+        strategy.experience.dataset = strategy.experience.dataset.subset(range(4 * 64))
+        names = dict(model.named_parameters())
+        work = {"step": strategy.training_epoch, "fisher": lambda: merge.estimate_fisher(strategy, names, 0)}
+        result.update(shares(work["fisher"], 5), ratio=ratio(cpu_times(work, 15), "fisher", "step"))
+
+    strategy = strategy_of(model, torch.optim.SGD(model.parameters(), lr=0.01), [Once(0, measure)], 64)
+    strategy.train(images().train_stream[0])
+    return result
+
+
+def shares(run: Callable[[], None], repeats: int) -> dict:
+    """CPU seconds of a call, and the shares of its parts."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start = process_time()
+        for _ in range(repeats):
+            run()
+        seconds = (process_time() - start) / repeats
+    parts = dict.fromkeys([*GROUPS, "rest"], 0.0)
+    for event in profiler.key_averages():
+        group = next((own for own, names in GROUPS.items() if any(name in event.key for name in names)), "rest")
+        parts[group] += event.self_cpu_time_total
+    total = sum(parts.values())
+    return {"seconds": seconds, **{name: own / total for name, own in parts.items()}}
+
+
+def table(lines: list[dict]) -> str:
+    """The lines in Markdown."""
+    parts = [*GROUPS, "rest"]
+    head = ["step", "time, plain = 1", *parts, "projection, GFLOP/s", "large product, GFLOP/s"]
+    rows = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for line in lines:
+        percent = [f"{100 * line[part]:.0f} %" for part in parts]
+        speeds = [f"{line[key]:.0f}" if line.get(key) else "" for key in ("speed", "peak")]
+        rows.append("| " + " | ".join([line["what"], f"{line['ratio']:.2f}", *percent, *speeds]) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
