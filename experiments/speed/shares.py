@@ -42,7 +42,7 @@ GROUPS = {
     "optimizer": ("Optimizer", "aten::_foreach", "aten::add_"),
 }
 """Parts of a step, by what the names of operations contain. In these networks only the projection multiplies batches
-of matrices (``bmm``); in Linear layers that project their batch its products count as those of layers."""
+of matrices (``bmm``)."""
 ALEXNET = (22, 405, 473, 750, 999)
 RESNET = {
     1: (7, 40, 73, 71, 89, 73, 180, 15, 243, 265, 240, 520, 33, 527, 540, 435, 766, 66, 774, 789),
@@ -124,15 +124,15 @@ def step_shares(make, ranks, batch: int, optimizer: str, repeats: int = 3) -> di
         chosen = plugins if ranks is None or ranks else without
         seconds = cpu_times({"plain": lambda: step(without), "projected": lambda: step(chosen)}, 2 * repeats)
         result.update(shares(lambda: step(chosen), repeats), ratio=ratio(seconds, "projected", "plain"))
-        if ranks:
+        by_batch = OPTIMIZERS[optimizer].func is torch.optim.SGD and any(own.in_backward for own in projected())
+        if ranks and not by_batch:  # what is projected in the backward pass has another number of operations
             operations = sum(4 * guard.parameters[0].shape[0] * guard.project.factor.numel() for guard in projected())
             result["speed"] = 1e-9 * operations / (result["seconds"] * result["products of the projection"] or 1)
         strategy.plugins = plugins
 
     def projected() -> list:
         """The guards that multiply matrices in each step."""
-        linear = OPTIMIZERS[optimizer].func is torch.optim.SGD
-        return [guard for guard in plugin._guards if guard._layout and not (linear and guard.in_backward)]
+        return [guard for guard in plugin._guards if guard._layout]
 
     last = 2 if ranks is None else 1
     strategy = strategy_of(model, torch.optim.SGD(model.parameters(), lr=0.01), [plugin, Once(last, measure)], batch)

@@ -64,7 +64,8 @@ def write_docs() -> None:
     stored = json.loads(RESULTS.read_text())
     theirs = stored.pop(REFERENCE, [])
     speed.write_between("measured", table(own for rows in stored.values() for own in rows))
-    speed.write_between("reference", table(theirs), "speed-networks.md")
+    if theirs:
+        speed.write_between("reference", table(theirs), "speed-networks.md")
 
 
 def table(rows: Iterable[dict]) -> str:
