@@ -113,7 +113,7 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
                 '(IMM-mean, Connector)."""\n    return 1 / inputs.t',
                 '(IMM-mean, Connector)."""\n    return 1 / (inputs.t + 1)',
             ),
-            ("return 0.0 if inputs.projected else 1.0", "return 0.0"),
+            ("return 0.0 if inputs.projected else 1.0", "return 0.0", "tests/plugins/test_ablation.py"),
             ("(weight * moved[name]).sum()", "(weight * 1.0).sum()"),
             ("return sqrt(sum(", "return (sum("),
         ],
