@@ -21,7 +21,7 @@ SPEC_SCHEMA = 1
 """Version of the specification, in ``spec.json`` and in a record. Raise it as ``SCHEMA``."""
 
 Status = Literal["running", "done", "diverged", "failed"]
-Matrix = list[list[float | None]]
+Matrix = list[list[Annotated[float, Ge(0), Le(1)] | None]]
 """Row t, column i: accuracy on task i after training on task t, as a fraction; None where it was not measured."""
 
 
