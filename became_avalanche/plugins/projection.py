@@ -233,7 +233,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         model = None if self._owner is None else self._owner()
         if model is None:
             raise ValueError("a report is about a model, and this plugin has none: train it first")
-        layers = self._map_layers(model)
+        layers = self._found_layers(model)
         parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         present, _ = renamed(self.memory, parameters)  # a wrapper may have renamed what the memory is keyed by
         ranks = {present.get(name, name): rank for name, rank in self.ranks().items()}
@@ -424,7 +424,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
                 if name not in names:
                     hint = suggestion(name, filter(None, names))
                     raise ValueError(f"{option} names {name!r}, which the model does not have; {hint}")
-        layers = map_layers(model, skip=[*task_heads(model), *self.exclude, *self.freeze])
+        layers = self._found_layers(model)
         if layers.matrices:
             with data_pass(strategy, strategy.experience.dataset, 2, 2) as batches, seen_matrices(layers):
                 for _ in batches:
@@ -437,6 +437,10 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
                 "of a known kind outside its task heads and the excluded modules"
             )
         return layers
+
+    def _found_layers(self, model: nn.Module) -> LayerMap:
+        """The layers of the model outside its task heads and the modules that a user has named."""
+        return map_layers(model, skip=[*task_heads(model), *self.exclude, *self.freeze])
 
     def _complain(self, names: list[str], what: str, outcome: str = "lets them train freely") -> None:
         """Say once of each name that it is not protected."""

@@ -6,6 +6,7 @@ from became_avalanche.runs.run import Local
 from became_avalanche.runs.store import Store
 from experiments import tune
 from experiments.tune import Tuning
+from tests.results.records import made_up
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_run_that_fails_or_cannot_start_ends_the_tuning_with_its_message(tunin
 
         def run(self, wanted, store, local, report):
             assert wanted == specs
-            record = Record(key="", spec={}, method="ewc", label="ewc", status="failed", error="Traceback\nno data")
+            record = made_up("ewc", 0, status="failed", error="Traceback\nno data")
             yield Outcome(wanted[0], record) if failed else Outcome(wanted[0], problem="no data")
 
     monkeypatch.setattr(tune, "Processes", Engine)

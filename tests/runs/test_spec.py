@@ -85,6 +85,7 @@ OTHER = {
     "method.base": "trgp",
     "method.options.bias": "free",
     "method.options.exclude": ["x"],
+    "method.options.freeze": ["x"],
     "method.merge.plugin": "tests.runs.components:OwnMerge",
     "method.merge.rule": "none",
     "method.merge.options.fisher": "exact",

@@ -124,14 +124,14 @@ def changed(**fields):
         (changed(methods='[{name = "sgp", options = {alpha = inf}}]'), "methods[0].options: an option is a finite"),
         (changed(benchmarks='["blob"]'), "benchmarks: unknown benchmark 'blob'; did you mean 'blobs'?"),
         (changed(benchmarks="[]"), "benchmarks must not be empty"),
-        (changed(seeds="-3"), "seeds: a number of seeds is at least 1; got -3"),
+        (changed(seeds="-3"), "seeds: a number of seeds is from 1 to 1000; got -3"),
         (changed(seeds="[0, -1]"), "seeds[1] must be greater than or equal to 0; got -1"),
         (changed(seeds="[]"), "seeds must not be empty"),
         (changed(seeds='"all"'), "seeds must be a list; got 'all'"),
         (changed(n_tasks="0"), "n_tasks must be greater than or equal to 1; got 0"),
         (changed(max_epochs="1.5"), "max_epochs must be an integer, got a number with a fractional part; got 1.5"),
         (changed(threads='"many"'), "threads must be an integer, unable to parse string as an integer; got 'many'"),
-        (changed(name='"a/b"'), "name: it is part of file names, so it must have letters and no slashes; got 'a/b'"),
+        (changed(name='"a/b"'), "name: it is part of file names, so it must have 1 to 100 printable characters and no"),
     ],
 )
 def test_what_is_wrong_with_a_study(tmp_path, text, message):
