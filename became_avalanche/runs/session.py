@@ -277,7 +277,8 @@ class Session:
 
 
 def _matrix(matrix: AccuracyMatrix) -> Matrix:
-    return [[finite(value) for value in row] for row in matrix.result().tolist()]
+    """The accuracies as plain values. A run that ends in its first training has measured none."""
+    return [[finite(value) for value in row] for row in matrix.result().tolist() if row]
 
 
 # ------------------------------------------------------------------------------------------------------------- run
