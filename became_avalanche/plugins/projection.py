@@ -116,6 +116,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
         self._suspensions = 0
         self._warned: set[str] = set()
+        self._bare_biases: dict[str, list[str]] = {}
         self.layers: LayerMap
         """The layers of the model in the experience being trained; empty between experiences."""
         self._augmented: set[str]
@@ -234,6 +235,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if model is None:
             raise ValueError("a report is about a model, and this plugin has none: train it first")
         layers = self._found_layers(model)
+        layers.biases.update(self._bare_biases)
         parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         present, _ = renamed(self.memory, parameters)  # a wrapper may have renamed what the memory is keyed by
         ranks = {present.get(name, name): rank for name, rank in self.ranks().items()}
@@ -429,6 +431,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             with data_pass(strategy, strategy.experience.dataset, 2, 2) as batches, seen_matrices(layers):
                 for _ in batches:
                     pass
+        self._bare_biases = {name: layers.biases[name] for name in layers.matrices if name in layers.biases}
         labels = list(dict.fromkeys(layers.unprotectable.values()))
         self._complain(labels, "have parameters of a kind that cannot be protected")
         if not layers.protected:

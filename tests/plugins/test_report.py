@@ -60,6 +60,23 @@ def test_nscl_freezes_no_normalisation():
     del strategy
 
 
+def test_weights_and_biases_that_functions_use_are_reported():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.zeros(4))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.w, self.b)
+
+    plugin, model = GPMPlugin(), nn.Sequential(Bare(), nn.Linear(4, 2))
+    naive(model, [plugin]).train(blobs(n_tasks=1, task_labels=False).train_stream)
+    report = plugin.report()
+    assert set(report.bases) == {"0.w", "1.weight"}
+    assert set(report.frozen) == {"0.b", "1.bias"}
+    assert report.free == []
+
+
 def test_a_wrapped_model_is_reported_by_its_own_names():
     plugin, benchmark = GPMPlugin(), blobs(n_tasks=1, task_labels=False)
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
