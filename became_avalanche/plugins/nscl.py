@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from became_avalanche.plugins.projection import ProjectionOptions, refuse_diverg
 from became_avalanche.strategy.heads import growing_heads
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.tasks import TaskPlugin, continues
-from became_avalanche.subspace.basis import compact
+from became_avalanche.subspace.basis import Projector, compact
 from became_avalanche.subspace.inputs import InputMatrix
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class NSCLPlugin(CovariancePlugin):
         self.normalisation: dict[str, dict[str, Tensor]] = {}
         """Importance and anchor of each parameter of a normalisation layer, by its name."""
         self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._all_null: list[str] = []
 
     def remembered(self) -> Collection[str]:
         """Protected weights, and the parameters of normalisation layers that have an importance."""
@@ -89,7 +91,10 @@ class NSCLPlugin(CovariancePlugin):
         return compact(vectors * ~self._null(eigenvalues, vectors)[..., : vectors.shape[-1]].unsqueeze(-2)), None
 
     def projector(self, name: str) -> Callable[[Tensor], Tensor]:
-        project = super().projector(name)
+        basis, _ = self.protected(name)
+        project = Projector.away_from(basis)
+        if basis.shape[-1] == 0 and self.a < float("inf") and self.memory[name]["inputs"].any():
+            self._all_null.append(name)
         if not self.reference:
             return project
         eigenvalues, vectors = self.spectrum(name)
@@ -109,10 +114,28 @@ class NSCLPlugin(CovariancePlugin):
             smallest = torch.maximum(smallest, FLOOR * largest)
         return eigenvalues <= self.a * smallest if self.a < float("inf") else torch.ones_like(eigenvalues).bool()
 
+    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._all_null = []
+        super().before_training_exp(strategy, **kwargs)
+        self._warn_of_even_inputs(strategy.model)
+        self._hold_normalisation(strategy)
+
+    def _warn_of_even_inputs(self, model: nn.Module) -> None:
+        """Say once of each weight that the projection leaves its updates as they are."""
+        trained = [name for name in self._all_null if model.get_parameter(name).requires_grad]
+        fresh = [name for name in trained if name not in self._warned]
+        if fresh:
+            self._warned.update(fresh)
+            warnings.warn(
+                f"{type(self).__name__} does not protect {', '.join(fresh)}: the inputs fill their space so evenly "
+                f"that no eigenvalue is above a = {self.a:g} times the smallest, and every direction counts as null; "
+                "choose a smaller a, or another method",
+                stacklevel=3,
+            )
+
     # ------------------------------------------------------------------------------------------------ normalisation
 
-    def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        super().before_training_exp(strategy, **kwargs)
+    def _hold_normalisation(self, strategy: SupervisedTemplate) -> None:
         parameters = dict(self._normalisation(strategy))
         for name in parameters.keys() & self.normalisation.keys():
             self.normalisation[name] = stored_like(self.normalisation[name], parameters[name])

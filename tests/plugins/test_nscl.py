@@ -1,5 +1,7 @@
 """What Adam-NSCL does beside its null space: updates of Adam, normalisation layers, learning rates."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -73,6 +75,34 @@ def test_reference_averages_the_inputs_of_a_batch_first():
     kept = plugin.memory["features.0.weight"]["inputs"][0].double()
     torch.testing.assert_close(kept @ kept.T, columns @ columns.T, rtol=1e-4, atol=1e-5)
     assert plugin.memory["features.2.weight"]["inputs"].shape[-1] == 1  # one batch, one mean
+
+
+def test_layers_whose_inputs_fill_their_space_evenly_are_named_once():
+    """Of the features' weights, one has inputs of rank 1, one even inputs, and one no input that is not 0."""
+
+    class Inputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.flat, self.even, self.dead = (nn.Linear(6, 5, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            return self.flat(x[:, :1] * torch.ones(6)) + self.even(x) + self.dead(torch.zeros_like(x))
+
+    def said_by(plugin, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(Network(Inputs(), 5), [plugin], blobs(n_tasks=3), **options)
+        return [str(warning.message) for warning in caught if "NSCLPlugin" in str(warning.message)]
+
+    for reference in (False, True):
+        plugin = NSCLPlugin(1e6, reference=reference)
+        (message,) = said_by(plugin)
+        assert "NSCLPlugin does not protect features.even.weight: " in message
+        assert "a = 1e+06" in message
+        ranks = plugin.ranks()
+        assert ranks["features.even.weight"] == ranks["features.dead.weight"] == 0 < ranks["features.flat.weight"]
+    assert said_by(NSCLPlugin(1)) == []
+    assert said_by(NSCLPlugin(float("inf"))) == []  # asked for
 
 
 # ------------------------------------------------------------------------------------------------ normalisation

@@ -5,7 +5,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from avalanche.training.plugins import FromScratchTrainingPlugin, GDumbPlugin
 from torch import nn
 
 from became_avalanche import (
@@ -120,13 +119,6 @@ def test_weights_that_somebody_has_changed_are_noticed():
     strategy.model[0].reset_parameters()
     with pytest.warns(UserWarning, match="not those that GPMPlugin left at the end of the last training"):
         strategy.train(WIDE.train_stream[1])
-
-
-@pytest.mark.parametrize("name", ["gpm", "became", "connector"])
-@pytest.mark.parametrize("host", [FromScratchTrainingPlugin, GDumbPlugin])
-def test_hosts_that_start_from_fresh_weights_are_refused(host, name):
-    with pytest.raises(ValueError, match=rf"keeps what earlier tasks have learned, but {host.__name__} starts"):
-        stream_of([PLUGINS[name](), host()], single_head, WIDE)
 
 
 # -------------------------------------------------------------------------------------------------- names
