@@ -23,9 +23,12 @@ strategy = Naive(
     eval_mb_size=128,
 )
 for experience in benchmark.train_stream:
+    t = experience.current_experience
     strategy.train(experience)
-    strategy.eval(benchmark.test_stream[: experience.current_experience + 1])
-    if experience.current_experience == 0:
+    strategy.eval(benchmark.test_stream[: t + 1])
+    if t == 0:
         before = deepcopy(model)
-    print(f"after {2 * experience.current_experience + 2:2} classes: ACC {accuracy.acc:.1%}, BWT {accuracy.bwt:+.1%}")
-print(f"outputs of the first two classes moved: {measure_drift(before, model, benchmark.train_stream[0])}")
+    print(f"after {2 * t + 2:2} classes: ACC {accuracy.acc:.1%}" + (f", BWT {accuracy.bwt:+.1%}" if t else ""))
+print("how far outputs on the first two classes have moved since:")
+for layer, moved in measure_drift(before, model, benchmark.train_stream[0]).items():
+    print(f"{layer:21} {moved:.1%}")

@@ -22,6 +22,7 @@ strategy = Naive(
     eval_mb_size=128,
 )
 for experience in benchmark.train_stream:
+    t = experience.current_experience
     strategy.train(experience)
-    strategy.eval(benchmark.test_stream[: experience.current_experience + 1])
-    print(f"after domain {experience.current_experience + 1}: ACC {accuracy.acc:.1%}, BWT {accuracy.bwt:+.1%}")
+    strategy.eval(benchmark.test_stream[: t + 1])
+    print(f"after domain {t + 1}: ACC {accuracy.acc:.1%}" + (f", BWT {accuracy.bwt:+.1%}" if t else ""))
