@@ -13,13 +13,16 @@ lists the figures of docs/figures.md.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+
+from PIL import Image
 
 from became_avalanche.files import look_up, write_atomically
 from became_avalanche.results.figures import FIGURES as FIGURES_OF_RECORDS
@@ -146,25 +149,35 @@ def draw(study: Path) -> None:
 
 
 PICTURES = {
-    "split-digits": ("training", "matrix", "average", "final", "bwt_im", "coefficients"),
-    "figures-cifar100": ("losses", "aoa", "ranks", "costs", "path"),
+    "split-digits": ("training", "matrix", "average", "final", "bwt_im", "coefficients", "path", "landscape"),
+    "10-split-cifar100-cpu": ("training", "matrix", "average", "final", "coefficients"),
+    "figures-cifar100": ("losses", "aoa", "ranks", "costs", "path", "landscape"),
 }
 """Study -> the figures of docs/figures.md that are made of its records."""
 
 
+def pictures(folder: Path) -> Iterator[tuple[Path, str, Path]]:
+    """The file, the name and the study of each figure of docs/figures.md."""
+    for stem, names in PICTURES.items():
+        benchmark = "cifar100" if "cifar100" in stem else "digits"
+        for name in names:
+            yield folder / benchmark / f"{name}.png", name, ROOT / "experiments" / "studies" / f"{stem}.toml"
+
+
 def draw_pictures(folder: Path) -> None:
     """Draw the figures of docs/figures.md."""
-    folder.mkdir(exist_ok=True)
-    for stem, names in PICTURES.items():
-        records = records_in(ROOT / "experiments" / "studies" / f"{stem}.toml")
-        for name in names:
-            if name in FIGURES_OF_RECORDS:
-                figure = FIGURES_OF_RECORDS[name].draw(records)
-            else:
-                merged = next(RUNS.root / record.key for record in records if record.merges)
-                paths, landscapes = read_scans(PathScan, merged), read_scans(Landscape, merged)
-                figure = path_figure(paths) if name == "path" else landscape_figure(landscapes[0])
-            figure.savefig(folder / f"{name}.png", dpi=110)
+    for path, name, study in pictures(folder):
+        records = records_in(study)
+        folders = [RUNS.root / record.key for record in records if record.merges]
+        if name == "path":
+            figure = path_figure([scan for own in folders for scan in read_scans(PathScan, own)])
+        elif name == "landscape":
+            figure = landscape_figure(next(scan for own in folders for scan in read_scans(Landscape, own)))
+        else:
+            figure = FIGURES_OF_RECORDS[name].draw(records)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(content := io.BytesIO(), dpi=110)
+        Image.open(content).convert("RGB").quantize(256).save(path, optimize=True)  # a third of the size
 
 
 def main() -> None:

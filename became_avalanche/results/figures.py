@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -122,8 +123,10 @@ def matrix(records: Sequence[Record], ax: Axes | None = None) -> Figure:
     """The accuracy on each task (columns) after learning each task (rows) as a heatmap: a panel per method."""
     known = [run for run in records if run.status == "done" and not run.is_joint and len(accuracies(run))]
     shown = few_that_matter(known, PANELS)
-    least = min((float(np.nanmin(accuracies(run))) for run in known if run.label in shown), default=0)
-    draw = partial(_matrix, low=10 * floor(10 * least))
+    matrices = [100 * accuracies(run) for run in known if run.label in shown]
+    low = min((10 * floor(float(np.nanmin(a)) / 10) for a in matrices), default=0)
+    high = max([low + 10, *(10 * ceil(float(np.nanmax(a)) / 10) for a in matrices)])
+    draw = partial(_matrix, low=low, high=high)
     return _panels(records, ax, draw, "accuracy on task", "after task", lambda run: len(accuracies(run)) > 0)
 
 
@@ -252,13 +255,13 @@ def costs(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 def losses(records: Sequence[Record], ax: Axes | None = None) -> Figure:
     """Training and validation loss of one run, epoch by epoch: stage 1, and shaded the stages that follow it.
 
-    The run is the first one that merges, or the first one; a panel for each of its last four tasks, or its last task
-    alone with ``ax``.
+    The run is the first one with two stages, or the first one; a panel for each of its last four tasks, or its last
+    task alone with ``ax``.
     """
     traced = [run for run in records if run.tasks and all(stage.training_loss for stage in run.tasks[-1].stages)]
     if not traced:
         raise NothingToDrawError("none of these runs noted its losses")
-    run = next((run for run in traced if run.merges), traced[0])
+    run = next((run for run in traced if len(run.tasks[-1].stages) > 1), traced[0])
     shown = list(range(len(run.tasks)))[-PANELS:] if ax is None else [len(run.tasks) - 1]
     if ax is None:
         figure = Figure(figsize=(max(4.2, 2.8 * len(shown)), 3), layout="constrained")
@@ -368,7 +371,8 @@ def landscape_figure(landscape: Landscape) -> Figure:
 
     The panels are the tasks before, the task itself, and the mean over all tasks.
     """
-    columns = [("earlier tasks", slice(None, -1)), (f"task {landscape.t}", slice(-1, None)), ("all tasks", slice(None))]
+    before = "task 1" if landscape.t == 2 else f"tasks 1 to {landscape.t - 1}"
+    columns = [(before, slice(None, -1)), (f"task {landscape.t}", slice(-1, None)), ("all tasks", slice(None))]
     figure = Figure(figsize=(9.6, 5.8), layout="constrained")
     panels = figure.subplots(2, len(columns), sharex=True, sharey=True)
     for k, (title, chosen) in enumerate(columns):
@@ -377,13 +381,13 @@ def landscape_figure(landscape: Landscape) -> Figure:
         panels[0, k].set_title(title)
     panels[0, 0].set_ylabel("training loss")
     panels[1, 0].set_ylabel("test accuracy %")
-    panels[1, 1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
 @_styled
 def draw_landscape(landscape: Landscape, ax: Axes, what: str = "loss", tasks: slice = slice(None)) -> Figure:
-    """One panel of ``landscape_figure``.
+    """One panel of ``landscape_figure``. Bright is good: low loss, on a logarithmic scale, or high accuracy.
 
     :param landscape: what ``measure_landscape`` returned.
     :param ax: where to draw.
@@ -392,30 +396,34 @@ def draw_landscape(landscape: Landscape, ax: Axes, what: str = "loss", tasks: sl
     """
     values = np.mean(landscape.loss[tasks] if what == "loss" else landscape.accuracy[tasks], axis=0)
     values = values if what == "loss" else 100 * values
-    if what == "loss":  # the walls around the valley are high: levels follow the quantiles
-        levels = np.unique(np.round(np.quantile(values, np.linspace(0, 1, 12)), 6))
+    look: dict[str, Any]
+    if what == "loss":  # the walls around the valley are high
+        values = np.maximum(values, max(1e-4 * values.max(), 1e-12))
+        high = max(float(values.max()), 1.001 * float(values.min()))
+        look = {"levels": np.geomspace(values.min(), high, 13), "norm": LogNorm(), "cmap": "cividis_r"}
     else:
-        levels = np.linspace(values.min(), values.max() + 1e-9, 12)
-    shading = ax.contourf(landscape.x, landscape.y, values, levels=levels, cmap="cividis", extend="neither")
-    ax.contour(landscape.x, landscape.y, values, levels=levels, colors="white", linewidths=0.4)
-    _figure_of(ax).colorbar(shading, ax=ax, shrink=0.9, format="%.3g")
-    names = {"anchor": "θ* before", "base": "θ_GP", "candidate": "θ̂", "merged": "θ* after"}
-    (x0, y0), (x1, y1) = landscape.points["base"], landscape.points["candidate"]
-    ax.plot([x0, x1], [y0, y1], color="white", linewidth=1.2, linestyle="--")
-    for marker, name in zip("sD^*", names, strict=True):
-        x, y = landscape.points[name]
-        size = 12 if name == "merged" else 7
-        ax.plot(
-            x,
-            y,
-            marker,
-            color="white",
-            markeredgecolor="black",
-            markersize=size,
-            linestyle="",
-            label=names[name],
-            zorder=5,
-        )
+        look = {
+            "levels": MaxNLocator(12, steps=[1, 2, 5, 10]).tick_values(values.min(), values.max()),
+            "cmap": "cividis",
+        }
+    shading = ax.contourf(landscape.x, landscape.y, values, **look)
+    ax.contour(landscape.x, landscape.y, values, levels=look["levels"], colors="white", linewidths=0.4)
+    ticks = look["levels"][::2]
+    bar = _figure_of(ax).colorbar(shading, ax=ax, shrink=0.9, ticks=ticks)
+    bar.ax.set_yticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    bar.ax.minorticks_off()
+    path = list(zip(landscape.points["base"], landscape.points["candidate"], strict=True))
+    ax.plot(*path, color="white", linewidth=2.4)
+    ax.plot(*path, color="black", linewidth=1.2, linestyle="--")
+    names = {
+        "anchor": r"$\theta^*_{t-1}$",
+        "base": r"$\theta_\mathrm{GP}$",
+        "candidate": r"$\hat{\theta}$",
+        "merged": r"$\theta^*_t$",
+    }
+    for marker, (name, label) in zip("sD^*", names.items(), strict=True):
+        look = {"markersize": 12 if name == "merged" else 7, "markeredgecolor": "black", "zorder": 5}
+        ax.plot(*landscape.points[name], marker, color="white", label=label, **look)
     ax.set_xticks([])
     ax.set_yticks([])
     return _figure_of(ax)
@@ -539,23 +547,31 @@ def _shades(n: int) -> Any:
 def _training(axes: Axes, runs: Sequence[Record]) -> None:
     """The mean over runs of the accuracy of each task; a gap where a run did not measure it."""
     a = 100 * _stack([accuracies(run) for run in runs]).mean(0)
-    for i, color in enumerate(_shades(len(a))[: len(a)]):
-        axes.plot(range(i + 1, len(a) + 1), a[i:, i], color=color, linewidth=1, marker=".", markersize=3)
-        axes.annotate(str(i + 1), (len(a), a[-1, i]), (4, -3), textcoords="offset points", fontsize=6, color=color)
+    colors = _shades(len(a))
+    for i in range(len(a)):
+        axes.plot(range(i + 1, len(a) + 1), a[i:, i], color=colors[i], linewidth=1, marker=".", markersize=3)
+    measured = a[~np.isnan(a)]
+    close, shift, below = 0.05 * np.ptp(measured) if len(measured) else 0, 0, -np.inf
+    ends = a[-1:].ravel()
+    for i in np.argsort(ends):
+        shift = shift + 5 if ends[i] - below < close else 0  # numbers would cover each other
+        place: Any = {"xytext": (4 + shift, -3), "textcoords": "offset points", "fontsize": 6}
+        axes.annotate(str(i + 1), (len(a), ends[i]), color=colors[i], **place)
+        below = ends[i]
     means = [a[t, : t + 1].mean() for t in range(len(a))]
     axes.plot(range(1, len(a) + 1), means, color="black", linewidth=2.2)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5, min_n_ticks=1))
 
 
-def _matrix(axes: Axes, runs: Sequence[Record], low: float = 0) -> None:
+def _matrix(axes: Axes, runs: Sequence[Record], low: float, high: float) -> None:
     a = 100 * _stack([accuracies(run) for run in runs]).mean(0)
     ticks = [str(t) for t in range(1, len(a) + 1)]
-    axes.imshow(np.tril(a) + np.triu(np.full_like(a, np.nan), 1), cmap="cividis", vmin=low, vmax=100, aspect="auto")
+    axes.imshow(np.tril(a) + np.triu(np.full_like(a, np.nan), 1), cmap="cividis", vmin=low, vmax=high, aspect="auto")
     size = 8 if len(a) <= 6 else 5
     cells = [(t, i) for t in range(len(a)) for i in range(t + 1)] if len(a) <= 12 else []
     for t, i in cells:
         if not np.isnan(a[t, i]):
-            color = "white" if a[t, i] < (low + 100) / 2 else "black"
+            color = "white" if a[t, i] < (low + high) / 2 else "black"
             axes.text(i, t, f"{a[t, i]:.0f}", ha="center", va="center", fontsize=size, color=color)
     step = ceil(len(a) / 10)
     axes.set_xticks(range(0, len(a), step), ticks[::step])
@@ -589,12 +605,12 @@ def _losses(axes: Axes, run: Record, t: int) -> None:
                 numbers = [np.nan if value is None else value for value in values]
                 marker = "." if stage.epochs < 15 else ""
                 axes.plot(xs, numbers, color=color, linestyle=line, marker=marker, label=name if first else None)
-        axes.annotate(
-            f"stage {number + 1}", (start + 0.6, 1.0), xycoords=("data", "axes fraction"), fontsize=7, va="top"
-        )
+        middle = start + (stage.epochs + 1) / 2
+        place: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"stage {number + 1}", (middle, 1.0), (0, 2), fontsize=7, **place)
         start += stage.epochs
-    axes.set_xlim(0.5, max(start, 1) + 0.5)  # one epoch alone would leave no room for the names of the stages
-    axes.set_title(f"task {t + 1}")
+    axes.set_xlim(0.5, max(start, 1) + 0.5)
+    axes.set_title(f"task {t + 1}", pad=14)  # above the names of the stages
     _tasks_axis(axes, "epoch")
 
 

@@ -27,6 +27,7 @@ from became_avalanche.results.tables import (
     FORMATS,
     STANDARD,
     Gain,
+    Row,
     by_label,
     comparisons,
     gains,
@@ -119,12 +120,11 @@ class Section:
     @property
     def found(self) -> str:
         """What came out: one sentence."""
-        ranked = [(row, value) for row in self.table.rows if row.competes and (value := row.values["acc"])]
-        if not ranked:
+        if self._best is None:
             return "No method has a final accuracy yet."
-        best, value = max(ranked, key=lambda pair: pair[1].mean)
+        best, value = self._best
         sentence = f"{best.label} has the highest ACC, {FORMATS['percent'].spread(value)} %"
-        means = {row.label: value.mean for row, value in ranked}
+        means = {row.label: value.mean for row, value in self._ranked}
         gaining = sorted(self.gains, key=lambda gain: means.get(gain.label, 0.0))[-1:]
         over = [gain for gain in self.gains if gaining and gain.label == gaining[0].label]
         if not over:
@@ -139,6 +139,15 @@ class Section:
             certainty += "" if self.is_clear(gain) else ", which includes zero, so this may be chance"
         who = "it" if gain.label == best.label else gain.label
         return f"{sentence}; {who} {change} {gain.over} ({certainty})."
+
+    @property
+    def _ranked(self) -> list[tuple[Row, Spread]]:
+        """The methods with their ACC; without joint training, which is an upper bound."""
+        return [(row, value) for row in self.table.rows if row.competes and (value := row.values["acc"])]
+
+    @property
+    def _best(self) -> tuple[Row, Spread] | None:
+        return max(self._ranked, key=lambda pair: pair[1].mean, default=None)
 
     # ---------------------------------------------------------------------------------------------------- the table
 
@@ -200,9 +209,10 @@ class Section:
         }
 
     def _shown(self) -> set[str]:
-        """The labels that are drawn at first: those with gains and what they are compared with, then the others."""
+        """The labels that are drawn at first: the best, those with gains and what they gain over, then the others."""
+        best = [] if self._best is None else [self._best[0].label]
         paired = [name for gain in self.gains for name in (gain.label, gain.over)]
-        return set(list(dict.fromkeys([*paired, *self.labels]))[:SHOWN])
+        return set(list(dict.fromkeys([*best, *paired, *self.labels]))[:SHOWN])
 
 
 def _specification(record: Record) -> str:

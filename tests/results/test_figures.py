@@ -102,10 +102,19 @@ def test_training_shows_each_task_and_the_mean_over_those_seen():
     np.testing.assert_allclose(axes.lines[3].get_ydata(), [np.mean(matrix[t, : t + 1]) for t in range(3)])
 
 
+def test_the_numbers_of_tasks_with_the_same_end_stand_beside_each_other():
+    level = [[0.9, None, None], [0.8, 0.7, None], [0.75, 0.75, 0.75]]
+    axes = panel(drawn("training", [made_up("gpm", 0, accuracy={"test": level})]), "gpm")
+    assert len({text.xyann[0] for text in axes.texts}) == 3
+
+
 def test_matrix_is_that_of_the_records():
     axes = panel(drawn("matrix", runs()), "gpm-2x")
     matrix = mean_matrix("gpm-2x")
     np.testing.assert_allclose(axes.images[0].get_array().filled(np.nan), np.where(np.tri(3), matrix, np.nan))
+    low, high = axes.images[0].get_clim()
+    everything = [matrix_of(run.label, run.seed) for run in runs() if not run.is_joint]
+    assert low <= 100 * np.nanmin(everything) <= 100 * np.nanmax(everything) <= high
     assert [text.get_text() for text in axes.texts] == [f"{matrix[t, i]:.0f}" for t in range(3) for i in range(t + 1)]
 
 
@@ -148,7 +157,12 @@ def test_a_single_epoch_leaves_room_for_its_losses():
     """Without that, constrained layout gives up with a warning."""
     stage = StageRecord(epochs=1, training_loss=[0.5], validation_loss=[0.4])
     run = made_up("gpm", 0, 1, tasks=[TaskRecord(stages=[stage])])
-    FIGURES["losses"].draw([run]).savefig(io.BytesIO())
+    figure = FIGURES["losses"].draw([run])
+    figure.savefig(io.BytesIO())
+    (axes,) = figure.axes
+    (name,) = axes.texts
+    assert axes.bbox.x0 <= name.get_window_extent().x0
+    assert name.get_window_extent().y1 <= axes.title.get_window_extent().y0
 
 
 def test_losses_of_both_stages():
@@ -159,6 +173,8 @@ def test_losses_of_both_stages():
     assert np.isnan(found[1][1][1])
     assert found[2:] == [[[3, 2.5]], [[3, 2.75]]]
     assert [text.get_text() for text in axes.texts] == ["stage 1", "stage 2"]
+    one_stage = made_up("finetune+became", 0, tasks=[TaskRecord(stages=[StageRecord(epochs=1, training_loss=[1.0])])])
+    assert drawn("losses", [one_stage, *runs()])._suptitle.get_text() == "gpm+became, seed 0"
 
 
 def test_costs():
@@ -291,5 +307,9 @@ def test_landscape_shows_the_four_points(tmp_path):
         *_, path, anchor, base, candidate, merged = (found.get_xydata().tolist() for found in axes.lines)
         assert path == [[1, 0], [1.5, 0.5]]
         assert [anchor, base, candidate, merged] == [[list(points[name])] for name in points]
-    assert [axes.get_title() for axes in figure.axes[:3]] == ["earlier tasks", "task 3", "all tasks"]
+    assert [axes.get_title() for axes in figure.axes[:3]] == ["tasks 1 to 2", "task 3", "all tasks"]
+    loss, accuracy = figure.axes[2].collections[0], figure.axes[5].collections[0]
+    assert loss.get_cmap()(0.0) == accuracy.get_cmap()(1.0)  # bright is good
+    pair = {name: [getattr(landscape, name)[0]] * 2 for name in ("loss", "accuracy")}
+    assert landscape_figure(landscape.model_copy(update={"t": 2, **pair})).axes[0].get_title() == "task 1"
     save_figure(figure, tmp_path / "landscape")

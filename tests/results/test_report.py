@@ -131,6 +131,17 @@ def test_charts_get_the_means_of_the_runs():
     )
 
 
+def test_the_best_method_is_drawn_at_first_however_many_there_are():
+    others = [f"method{k}" for k in range(12)]
+    runs = study([*METHODS, *others], range(2))
+    perfect = [[1.0] * (t + 1) + [None] * (2 - t) for t in range(3)]
+    runs += [made_up("best", seed, accuracy={"test": perfect}) for seed in range(2)]
+    methods = Page(report(runs, "mine")).data[0]["methods"]
+    shown = [method["label"] for method in methods if method["shown"]]
+    assert len(shown) == 8
+    assert shown[-1] == "best"
+
+
 def test_failed_runs_are_shown_with_their_error_and_left_out():
     error = 'Traceback\n  File "a.py"\nsome.module.OddError: no <room> & "air"\n'
     runs = study(("gpm", "gpm+became"))
