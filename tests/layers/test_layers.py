@@ -180,3 +180,55 @@ def test_map_sorts_a_model_into_kinds():
 def test_skip_is_by_whole_names():
     model = nn.ModuleDict({"fc": nn.Linear(1, 1), "fc2": nn.Linear(1, 1)})
     assert set(map_layers(model, skip=["fc"]).protected) == {"fc2.weight"}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_same_padding_of_an_even_kernel_has_the_larger_side_last():
+    layer, x = nn.Conv2d(2, 3, (2, 4), padding="same", bias=False).double(), torch.randn(2, 2, 5, 6).double()
+    expected = layer(x).movedim(1, 0).flatten(1)
+    torch.testing.assert_close(layer.weight.flatten(1) @ columns_of(layer, x)[0], expected)
+
+
+def test_energy_of_an_embedding_is_the_number_of_tokens():
+    tokens = torch.tensor([[0, 2, 2], [2, 0, 3]])
+    assert columns_of(nn.Embedding(5, 4), tokens).square().flatten().tolist() == pytest.approx([2, 0, 3, 1, 0])
+
+
+def test_the_padding_of_an_embedding_has_no_gradient():
+    module, tokens = nn.Embedding(4, 3, padding_idx=1), torch.tensor([[0, 1, 1], [1, 2, 3]])
+    (layer,) = layers_of(module)
+    each = layer.per_sample("weight", tokens, torch.ones(2, 3, 3))
+    for sample, own in zip(tokens, each, strict=True):
+        module.zero_grad()
+        module(sample).sum().backward()
+        torch.testing.assert_close(own, module.weight.grad)
+
+
+def test_inputs_of_an_output_projection_do_not_hold_its_bias():
+    attention, x = nn.MultiheadAttention(6, 2, batch_first=True).double(), torch.randn(2, 3, 6).double()
+    nn.init.normal_(attention.out_proj.bias)
+    _, projection = layers_of(attention)
+    (columns,) = projection.columns(x, x, x)
+    output = columns[0].T @ attention.out_proj.weight.T + attention.out_proj.bias
+    torch.testing.assert_close(output.reshape(2, 3, 6), attention(x, x, x)[0])
+
+
+def test_a_layer_has_its_own_weight_again_after_an_error():
+    module = nn.Linear(3, 2)
+    (layer,), weight = layers_of(module), module.weight
+    detach = layer.compute_with(lambda: [torch.zeros(2, 3)])
+    with pytest.raises(RuntimeError):
+        module(torch.ones(1, 4))
+    assert module.weight is weight
+    assert torch.equal(module(torch.ones(1, 3))[0], module.bias)
+    detach()
+    assert not torch.equal(module(torch.ones(1, 3))[0], module.bias)
+
+
+def test_a_weight_that_layers_of_different_kinds_share_is_not_protected():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    layers = map_layers(model)
+    assert layers.protected == {}
+    assert [*layers.unprotectable] == ["0.weight"]
+    assert "shared by Embedding and Linear" in layers.unprotectable["0.weight"]
