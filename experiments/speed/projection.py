@@ -24,10 +24,10 @@ GOALS = {"SGD": 1.05, "SGD with momentum and weight decay": 1.15, "Adam": 1.15}
 
 def rows(quick: bool) -> Iterator[Row]:
     tasks, repeats = ((1,), 3) if quick else ((1, 5, 10), 15)
+    yield from measured("AlexNet", AlexNet, GPMPlugin(), 64, tasks, tuple(OPTIMIZERS), repeats)
     for batch in (10, 64):
         network = "reduced ResNet18"
         yield from measured(network, partial(ReducedResNet18, 32), GPMPlugin(), batch, tasks, ("SGD",), repeats)
-    yield from measured("AlexNet", AlexNet, GPMPlugin(), 64, tasks, tuple(OPTIMIZERS), repeats)
     if not quick:
         network = "pre-activation ResNet18"
         plugin = NSCLPlugin(n_samples=125)

@@ -43,12 +43,15 @@ GROUPS = {
 }
 """Parts of a step, by what the names of operations contain. In these networks only the projection multiplies batches
 of matrices (``bmm``)."""
-ALEXNET = (22, 405, 473, 750, 999)
-RESNET = {
-    1: (7, 40, 73, 71, 89, 73, 180, 15, 243, 265, 240, 520, 33, 527, 540, 435, 766, 66, 774, 789),
-    10: (14, 111, 146, 146, 156, 150, 335, 20, 342, 345, 344, 698, 40, 701, 702, 703, 1413, 79, 1415, 1415),
-}
-NSCL = (21, 308, 223, 329, 205, 18, 286, 292, 356, 477, 58, 747, 1966, 2250, 2165, 252, 1760, 2000, 1996, 1994)
+STEPS = (
+    ("AlexNet", AlexNet, 64, "SGD", "10 tasks", 3),
+    ("AlexNet", AlexNet, 64, "SGD with momentum and weight decay", "10 tasks", 3),
+    ("AlexNet", AlexNet, 64, "Adam", "10 tasks", 3),
+    ("reduced ResNet18", partial(ReducedResNet18, 32), 10, "SGD", "1 task", 3),
+    ("reduced ResNet18", partial(ReducedResNet18, 32), 10, "SGD", "10 tasks", 3),
+    ("pre-activation ResNet18", PreActResNet18, 32, "Adam", "1 task", 1),
+)
+"""Projected steps: network, batch, optimizer, tasks in memory, and repeats."""
 
 
 def main() -> None:
@@ -69,19 +72,18 @@ def measured():
     """One line of the table after the other."""
     peak = best_speed()
     yield {"what": "AlexNet, batch 64, plain SGD, not projected", **step_shares(AlexNet, (), 64, "SGD")}
-    for name in OPTIMIZERS:
-        yield {
-            "what": f"AlexNet, batch 64, {name}, after 10 tasks",
-            **step_shares(AlexNet, ALEXNET, 64, name),
-            "peak": peak,
-        }
-    for tasks, ranks in RESNET.items():
-        what = f"reduced ResNet18, batch 10, SGD, after {tasks} task{'s' * (tasks > 1)}"
-        yield {"what": what, **step_shares(partial(ReducedResNet18, 32), ranks, 10, "SGD"), "peak": peak}
-    what = "pre-activation ResNet18, batch 32, Adam, ranks of NSCL after 1 task"
-    yield {"what": what, **step_shares(PreActResNet18, NSCL, 32, "Adam", repeats=1), "peak": peak}
+    for network, make, batch, optimizer, tasks, repeats in STEPS:
+        what = f"{network}, batch {batch}, {optimizer}, after {tasks}"
+        yield {"what": what, **step_shares(make, ranks_of(what), batch, optimizer, repeats), "peak": peak}
     yield {"what": "TRGP, AlexNet, batch 64, two trusted tasks", **step_shares(AlexNet, None, 64, "SGD")}
     yield {"what": "a batch of the Fisher information, AlexNet, batch 64", **fisher_shares()}
+
+
+def ranks_of(step: str) -> tuple[int, ...]:
+    """The ranks that table.py found for a step on CIFAR-100."""
+    rows = json.loads(RESULTS.with_name("measured.json").read_text())["projection"]
+    note = next(row["note"] for row in rows if row["what"] == f"projected / plain step, {step}")
+    return tuple(int(rank) for rank in note.split("ranks ")[1].split(", "))
 
 
 def best_speed(n: int = 1536) -> float:

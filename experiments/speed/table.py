@@ -20,7 +20,17 @@ import rows as speed
 import torch
 from rows import Row
 
-MODULES = ("projection", "memory_update", "trgp", "merge_share", "many_tasks", "networks", "compiled", "pipeline")
+MODULES = (
+    "projection",
+    "memory_update",
+    "trgp",
+    "merge_share",
+    "many_tasks",
+    "networks",
+    "compiled",
+    "pipeline",
+    "startup",
+)
 REFERENCE = "reference"
 RESULTS = Path(__file__).with_name("measured.json")
 
