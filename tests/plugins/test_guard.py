@@ -10,7 +10,7 @@ from torch import nn
 
 from became_avalanche import GPMPlugin, SGPPlugin, TRGPPlugin
 from became_avalanche.layers.model import layers_of
-from became_avalanche.plugins.guard import Guard, Step
+from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.subspace import backward
 from became_avalanche.subspace.basis import Projector
 from tests.helpers import Network, Spy, blobs, naive, weights
@@ -326,3 +326,49 @@ def test_channels_last_weights_are_projected_where_they_lie(optimizer, monkeypat
     rows = results[0].reshape(1, 4, 12)
     torch.testing.assert_close(projector(rows), rows)
     assert rows.norm() > 0
+
+
+def test_a_forward_that_somebody_has_set_stays(monkeypatch):
+    monkeypatch.setattr(backward, "WORTHWHILE", EVERYWHERE)
+    model, calls = wide(), []
+    layer = model.features[0]
+
+    def own(x):
+        calls.append(x)
+        return type(layer).forward(layer, x)
+
+    layer.forward = own
+    strategy = naive(model, [GPMPlugin()], train_epochs=1)
+    for experience in blobs(n_tasks=2, samples=8, shape=(30,)).train_stream:
+        before = len(calls)
+        strategy.train(experience)
+        assert layer.forward is own
+        assert len(calls) > before
+
+
+def test_gradients_that_processes_share_are_not_private(monkeypatch):
+    plugin = GPMPlugin()
+    strategy = naive(wide(), [plugin])
+    assert gradients_are_private(strategy, plugin)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not gradients_are_private(strategy, plugin)
+
+
+def test_weights_that_are_set_between_epochs_decay_as_they_are():
+    """With weight decay, and a memory of all inputs, protected outputs stay where the weights were set to."""
+    model = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    first, second, _ = blobs(samples=8, shape=(30,)).train_stream
+    x, layer, set_to = torch.stack([item[0] for item in first.dataset]), model.features[0], []
+
+    def change(strategy):
+        if strategy.clock.train_exp_counter == 1 and strategy.clock.train_exp_epochs == 1:
+            with torch.no_grad():
+                layer.weight.mul_(3)
+            set_to.append(layer(x).detach())
+
+    spy = Spy(before_training_epoch=change)
+    strategy = naive(model, [spy, GPMPlugin(threshold=1, n_samples=None)], optimizer, train_epochs=2)
+    strategy.train(first)
+    strategy.train(second)
+    torch.testing.assert_close(layer(x), set_to[0], rtol=1e-3, atol=1e-3)

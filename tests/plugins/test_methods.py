@@ -43,6 +43,14 @@ def removed(plugin, d):
     return np.eye(d) - matrix(plugin, d)[0]
 
 
+def test_the_published_rule_stays_below_the_threshold_in_the_first_task_alone():
+    generator, threshold = np.random.default_rng(0), 0.8
+    first, second = generator.normal(size=(8, 30)), generator.normal(size=(8, 30))
+    plugin = remember(GPMPlugin(threshold, 0, reference=True), first, second)
+    u = oracles.gpm_later(oracles.gpm_first(first, threshold, strictly_below=True), second, threshold)
+    np.testing.assert_allclose(removed(plugin, 8), u @ u.T, atol=1e-9)
+
+
 # --------------------------------------------------------------------------------------------------------------- all
 
 
@@ -235,6 +243,17 @@ def test_gpcns_equals_the_svd_of_the_stacks(reference, tasks, threshold, alpha):
     remember(plugin, *tasks)
     expected = oracles.gpcns([a.T for a in tasks], [threshold] * len(tasks), alpha, below=reference)
     np.testing.assert_allclose(removed(plugin, len(expected)), expected, atol=1e-5)
+
+
+def test_gpcns_takes_each_space_with_the_threshold_of_its_task():
+    tasks, thresholds = np.random.default_rng(0).normal(size=(3, 8, 5)), (0.3, 0.6, 0.9)
+    memory = remember(GPCNSPlugin(threshold=0.3, increment=0.3), *tasks).memory["w"]["spaces"][0].numpy()
+    spaces = []
+    for t, threshold in enumerate(thresholds):
+        _, s, vt = np.linalg.svd(np.hstack(tasks[: t + 1]).T, full_matrices=False)
+        spaces.append(vt[: oracles.leading(s, threshold, below=False)].T)
+    stacked = np.hstack(spaces)
+    np.testing.assert_allclose(memory @ memory.T, stacked @ stacked.T, atol=1e-6)
 
 
 @given(st.integers(1, 5), st.floats(0, 50))

@@ -127,6 +127,17 @@ def test_outputs_stay_with_biases_as_weights_of_a_constant_input(name):
     assert all(not torch.equal(first[n][1]["bias"], last[n][1]["bias"]) for n in first)
 
 
+def test_a_bias_that_is_frozen_is_not_protected_as_a_weight():
+    plugin, model = GPMPlugin(bias="augment"), mlp(bias=True)
+    model.features[0].bias.requires_grad_(False)
+    start = weights(model)
+    train_stream(model, [plugin], blobs())
+    assert plugin.memory["features.0.weight"]["basis"].shape[-2] == 6
+    assert plugin.memory["features.2.weight"]["basis"].shape[-2] == 12 + 1
+    assert torch.equal(start["features.0.bias"], model.features[0].bias)
+    assert not torch.equal(start["features.0.weight"], model.features[0].weight)
+
+
 def test_free_biases_do_not_protect_outputs():
     plugin = GPMPlugin(threshold=1, n_samples=None, bias="free")
     store = trained_store([plugin], OPTIMIZERS["sgd"], wide_mlp, blobs(samples=8, shape=(30,)))
@@ -239,7 +250,9 @@ def test_suspended_plugin_does_nothing_even_after_an_error():
     first, second, third = blobs(samples=200).train_stream
     strategy.train(first)
     before = weights(model)
-    with plugin.suspended(), plugin.suspended():
+    with plugin.suspended():
+        with plugin.suspended():
+            pass
         strategy.train(second)
     assert not torch.equal(before["features.0.weight"], model.state_dict()["features.0.weight"])
     with pytest.raises(ZeroDivisionError), plugin.suspended():

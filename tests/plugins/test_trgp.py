@@ -7,7 +7,7 @@ import pytest
 import torch
 from avalanche.models import SimpleMLP
 from avalanche.training.plugins import LRSchedulerPlugin, LwFPlugin, ReplayPlugin
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -82,6 +82,7 @@ def test_layers_compute_with_the_formula():
 
 
 @given(layers_with_inputs(), st.integers(0, 4), st.booleans(), st.booleans(), st.integers(0, 2**16))
+@example((nn.Linear(6, 4).double(), torch.ones(2, 6).double()), 3, False, True, 0)  # the input is scaled
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_any_layer_computes_with_its_scaled_weight(case, rank, augmented, large, seed):
     layer, x = case
@@ -140,6 +141,19 @@ def test_augmented_bias_is_scaled_too():
     with plugin.task(1):
         expected = F.linear(x.double(), whole[:, :6], whole[:, 6]).float()
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_nearest_tasks_are_trusted():
+    plugin = TRGPPlugin(threshold=0.9, trust_threshold=0.1, top_k=1)
+    plugin.memory["w"] = {
+        "directions": torch.eye(3).unsqueeze(0),
+        "protected": torch.ones(1, 3, dtype=torch.bool),
+        "spaces": torch.eye(3, dtype=torch.bool).unsqueeze(1),
+    }
+    for nearest in range(3):
+        gradient = torch.full((1, 1, 3), 0.5)
+        gradient[..., nearest] = 1.0
+        assert plugin._trusted("w", gradient) == [nearest]
 
 
 def test_nothing_trusted_gives_the_gradients_of_gpm():

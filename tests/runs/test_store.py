@@ -367,3 +367,10 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         store.make_writable()
     with pytest.raises(StoreError, match="cannot write to"):
         run(SPEC, store)
+
+
+def test_a_run_is_found_under_any_label(store):
+    spec = tiny("gpm")
+    store.open(spec).keep_spec(spec)
+    labelled = spec.model_copy(update={"method": spec.method.model_copy(update={"label": "mine"})})
+    assert store.folder(labelled).path == store.folder(spec).path
