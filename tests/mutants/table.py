@@ -64,7 +64,12 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
             ("columns = columns - basis @ (basis.mT @ columns)", "columns = columns + 0"),
             ("residual = left - (left @ basis) @ basis.mT", "residual = gram"),
             ("return values.square(), vectors", "return values, vectors"),
-            ("set_fastpath_enabled(False)", "set_fastpath_enabled(True)"),
+            (
+                "set_fastpath_enabled(False)",
+                "set_fastpath_enabled(True)",
+                "tests/layers/test_promise.py",
+                "torch of today leaves the fast path by itself if modules have hooks; torch 2.4 does not",
+            ),
             ("with_ones(columns) if name in ones else columns", "columns"),
             ("prepend=layer.takes_rows", "prepend=False"),
         ],

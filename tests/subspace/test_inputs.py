@@ -170,6 +170,13 @@ def test_constant_input_of_the_bias():
     assert inputs["0.weight"].energy().item() == 5
 
 
+def test_a_mean_input_has_the_constant_input_too():
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3)
+    (matrix,) = recorded(model, x, ones=["0.weight"], batch_mean=True).values()
+    mean = torch.cat([x.mean(0), torch.ones(1)]).double()
+    np.testing.assert_allclose(gram(matrix, 4), torch.outer(mean, mean), atol=1e-6)
+
+
 def test_hooks_are_removed_after_an_error():
     model = nn.Sequential(nn.Linear(3, 2))
     with pytest.raises(ZeroDivisionError), recorded_inputs(map_layers(model).protected):
