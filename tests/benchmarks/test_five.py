@@ -190,7 +190,7 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
     [
         ("cifar10", "cifar-10-batches-py/data_batch_3", None, "data_batch_3 is missing, and other"),
         ("cifar10", "cifar-10-batches-py/data_batch_3", half, "is corrupt"),
-        ("cifar10", "cifar-10-batches-py/test_batch", gzip.compress(b"a"), "is corrupt"),
+        ("cifar10", "cifar-10-batches-py/test_batch", gzip.compress(b"a", mtime=0), "is corrupt"),
         (
             "cifar10",
             "cifar-10-batches-py/test_batch",
@@ -201,10 +201,10 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
         ("mnist", IMAGES, None, "train-images-idx3-ubyte is missing, with and without .gz"),
         ("mnist", IMAGES, half, "not a readable idx file"),
         ("mnist", IMAGES, b"a web page", "not a readable idx file"),
-        ("mnist", IMAGES, gzip.compress(b"no"), "not a readable idx file"),
-        ("mnist", IMAGES, gzip.compress(struct.pack(">HBBI", 0, 8, 1, 9)), "an incomplete idx file"),
-        ("mnist", IMAGES, gzip.compress(idx(numbered(100, (28, 28)))), "100 images and 600 labels"),
-        ("mnist", IMAGES, gzip.compress(idx(numbered(600, (20, 20)))), r"\(20, 20\), not \(28, 28\)"),
+        ("mnist", IMAGES, gzip.compress(b"no", mtime=0), "not a readable idx file"),
+        ("mnist", IMAGES, gzip.compress(struct.pack(">HBBI", 0, 8, 1, 9), mtime=0), "an incomplete idx file"),
+        ("mnist", IMAGES, gzip.compress(idx(numbered(100, (28, 28))), mtime=0), "100 images and 600 labels"),
+        ("mnist", IMAGES, gzip.compress(idx(numbered(600, (20, 20))), mtime=0), r"\(20, 20\), not \(28, 28\)"),
         ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte", half, "an incomplete idx file"),
         ("svhn", SVHN, None, "test_32x32.mat is missing"),
         ("svhn", SVHN, half, "not a readable file of SVHN"),
