@@ -1,1 +1,1 @@
-"""What the layers of a model do with their weights, one file per kind of layer. Plain torch."""
+"""Kinds of layers, one file each: inputs as columns, weights as rows, per-sample gradients. Plain torch."""

@@ -1,4 +1,4 @@
-"""Multi-head attention: the projections of queries, keys and values, and the projection of what was attended to."""
+"""Multi-head attention: the projections of queries, keys and values, and the output projection."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ INPUTS = ("q", "k", "v")
 class AttentionLayer(Layer):
     """A weight of ``nn.MultiheadAttention``, or of a subclass that keeps its ``forward``.
 
-    Biases that are appended to keys and values are constants: they are no weights of an input.
+    ``bias_k`` and ``bias_v``, which are appended to keys and values, are constants: they multiply no input.
     """
 
     module: nn.MultiheadAttention
-    tells_samples_apart = False
+    has_per_sample_gradients = False
 
     @classmethod
     def find(cls, module: nn.Module) -> list[Layer]:
@@ -37,7 +37,7 @@ class AttentionLayer(Layer):
 
 
 class PackedProjection(AttentionLayer):
-    """The projections of queries, keys and values in one weight (3 E x E): a group for each of them."""
+    """The projections of queries, keys and values, stored in one weight (3 E x E). Each of them is a group."""
 
     constants = ("bias_k", "bias_v")
 
@@ -54,7 +54,7 @@ class PackedProjection(AttentionLayer):
 
 
 class SeparateProjection(AttentionLayer):
-    """The projection of queries, keys or values, where they differ in size. The three of them share one bias."""
+    """The projection of queries, keys or values, separate because their sizes differ. All three share one bias."""
 
     constants = ("in_proj_bias", "bias_k", "bias_v")
 
@@ -63,16 +63,16 @@ class SeparateProjection(AttentionLayer):
 
 
 class OutputProjection(AttentionLayer):
-    """The projection of what was attended to. Its inputs are what the module computes with the identity as weight."""
+    """The output projection. With the identity as this weight, the module returns the inputs of the weight."""
 
     def columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        bare = copy(self.module)  # without the hooks that record calls
+        bare = copy(self.module)  # the copy gets no hooks: they would record this call too
         bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
         identity = torch.eye(len(self.weight), dtype=self.weight.dtype, device=self.weight.device)
-        through: dict[str, Tensor] = {self.weight_name: identity}
+        overrides: dict[str, Tensor] = {self.weight_name: identity}
         if self.bias is not None:
-            through[self.bias_name] = torch.zeros_like(self.bias)
-        attended, _ = functional_call(bare, through, args, kwargs)
+            overrides[self.bias_name] = torch.zeros_like(self.bias)
+        attended, _ = functional_call(bare, overrides, args, kwargs)
         yield _as_columns(attended)
 
 
@@ -81,6 +81,6 @@ def _as_columns(x: Tensor) -> Tensor:
 
 
 def _as_groups(columns: list[Tensor]) -> Tensor:
-    """Columns of each group, filled up with zeros to the same number: they have no energy."""
+    """Join the columns of all groups. Groups with fewer columns get zero columns, which have no energy."""
     longest = max(part.shape[-1] for part in columns)
     return torch.cat([F.pad(part, (0, longest - part.shape[-1])) for part in columns])

@@ -1,4 +1,4 @@
-"""Weights that are computed from other parameters (``torch.nn.utils.parametrize``), as under weight normalisation."""
+"""Weights that are computed from other parameters (``torch.nn.utils.parametrize``), for example by weight norm."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from became_avalanche.layers.layer import Layer
 
 
 def originals(layer: Layer) -> list[nn.Parameter]:
-    """The parameters from which the weight of ``layer`` is computed, the one of its own shape first.
+    """Return the parameters from which the weight of ``layer`` is computed, the one with the weight's shape first.
 
-    None if the weight cannot be set to any value through them. Then nothing can be promised: whatever projection has
-    made of the weight, the parameters cannot follow. Under weight normalisation they can, under spectral normalisation
-    they cannot.
+    Return an empty list if the weight cannot be protected: some of these parameters are frozen, or they cannot produce
+    every weight, so that there may be none that give the projected weight. Weight normalisation can produce every
+    weight, spectral normalisation cannot.
     """
     rule = layer.rule
     if not isinstance(rule, ParametrizationList):
@@ -25,15 +25,15 @@ def originals(layer: Layer) -> list[nn.Parameter]:
     same_shape = [parameter for parameter in parameters if parameter.shape == layer.weight.shape]
     if not same_shape or not all(parameter.requires_grad for parameter in parameters):
         return []
-    if not _can_be_undone(rule, layer.weight.detach()):
+    if not _is_invertible(rule, layer.weight.detach()):
         return []
     first = same_shape[-1]
     return [first, *(parameter for parameter in parameters if parameter is not first)]
 
 
 @torch.no_grad()
-def _can_be_undone(rule: ParametrizationList, weight: Tensor) -> bool:
-    """Whether ``rule`` computes any wanted weight from what its ``right_inverse`` makes of it."""
+def _is_invertible(rule: ParametrizationList, weight: Tensor) -> bool:
+    """Whether ``right_inverse`` finds parameters that give a wanted weight, tested on one near ``weight``."""
     rule = deepcopy(rule).eval()
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
     wanted = weight + 0.1 * weight.abs().mean() * noise

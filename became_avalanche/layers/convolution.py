@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from became_avalanche.layers.layer import Layer, Lines, keeps_forward
 
 CHUNK = 2**21
-"""Elements of unfolded input held at a time: 16 MiB in float64, which stay in the caches and the allocator's hands."""
+"""Elements of unfolded input to hold at a time: 16 MiB in float64, small enough to be cached and reused."""
 
 
 class ConvolutionLayer(Layer):
-    """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, and subclasses that compute as they do."""
+    """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, and subclasses that keep their ``forward``."""
 
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d
     axes: tuple[int, ...] = ()
-    """The axes of the weight in the order in which rows run through them; empty for the usual one."""
+    """Order of the weight's axes before it is flattened to rows; empty for the default order."""
 
     @classmethod
     def find(cls, module: nn.Module) -> list[Layer]:
@@ -36,7 +36,10 @@ class ConvolutionLayer(Layer):
             yield patches.reshape(self.groups, self.module.in_channels // self.groups * prod(patches.shape[1:-1]), -1)
 
     def lines(self, input: Tensor) -> Iterator[Lines] | None:
-        """All lines of a patch but the first are those of the patch below, if the kernel moves by one line."""
+        """Return the inputs as windows of lines if that saves half of the work.
+
+        A patch and the one below it share all lines except one, if stride and dilation are 1 along the first axis.
+        """
         layer = self.module
         if layer.groups > 1 or layer.stride[0] > 1 or layer.dilation[0] > 1:
             return None
@@ -44,8 +47,8 @@ class ConvolutionLayer(Layer):
         unfolded = self._chunks(input, partial(self._unfold, whole_lines=True))
         chunks = (Lines(x.reshape(len(x), others, *x.shape[-2:]), size) for x in unfolded)
         first = next(chunks)
-        pays = 2 * first.values.shape[2] <= first.size * first.windows
-        return chain([first], chunks) if pays else None
+        saves_half = 2 * first.values.shape[2] <= first.size * first.windows
+        return chain([first], chunks) if saves_half else None
 
     def mean_columns(self, input: Tensor) -> Iterator[Tensor]:
         return self.columns(input.mean(0, keepdim=True))
@@ -72,7 +75,7 @@ class ConvolutionLayer(Layer):
         return reordered, factor[:, inputs.permute(reordered.axes).flatten()]
 
     def _chunks(self, x: Tensor, unfold: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """A batch unfolded in parts of bounded size."""
+        """Unfold a batch in chunks of bounded size."""
         if x.dim() == len(self.module.kernel_size) + 1:  # a single sample without a batch axis
             x = x.unsqueeze(0)
         size = len(x) * unfold(x[:1]).numel()
@@ -80,14 +83,14 @@ class ConvolutionLayer(Layer):
             yield unfold(chunk)
 
     def _unfold(self, x: Tensor, *, whole_lines: bool = False) -> Tensor:
-        """Patches (channels, kernel..., n) of ``x``, for any number of spatial axes (``F.unfold`` knows only two).
+        """Return the patches (channels, kernel..., n) of ``x``. ``F.unfold`` supports only two spatial axes.
 
-        With ``whole_lines`` they span the whole first axis: (channels, other axes of the kernel..., lines, n).
+        With ``whole_lines``, they span the whole first spatial axis: (channels, other axes of the kernel..., lines, n).
         """
         layer = self.module
         axes = len(layer.kernel_size)
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x = F.pad(x, self._padding(), mode=mode).contiguous()  # patches are copied from it line by line
+        x = F.pad(x, self._padding(), mode=mode).contiguous()  # makes copying patches fast
         kernels = list(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True))
         for axis in range(whole_lines, axes):
             kernel, stride, dilation = kernels[axis]
@@ -98,7 +101,7 @@ class ConvolutionLayer(Layer):
         return x.flatten(axes + 1)
 
     def _padding(self) -> list[int]:
-        """The padding in the order of ``F.pad``: last axis first, both sides of each."""
+        """Return the padding as ``F.pad`` expects it: last axis first, two sides per axis."""
         layer = self.module
         totals: list[int]
         if layer.padding == "same":

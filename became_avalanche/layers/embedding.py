@@ -1,4 +1,4 @@
-"""Embeddings: every row of the weight has an input of its own, which is 1 where its token occurs."""
+"""Embeddings: every row of the weight has a separate input, which is 1 where its token occurs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from became_avalanche.layers.layer import Layer, keeps_forward
 class EmbeddingLayer(Layer):
     """``nn.Embedding``, and subclasses that keep its ``forward``.
 
-    As a product, an embedding multiplies its transposed weight with a column per token that is 1 in one place. These
-    columns have no direction in common but their own, so each row of the weight is a group with one input, and a basis
-    takes one number per row: whether the row has been looked up.
+    As a matrix product, an embedding multiplies its transposed weight with one-hot columns, one per token. One-hot
+    columns are either equal or orthogonal. So each row of the weight is a group with one input, and a basis needs one
+    number per row: whether the row has been looked up.
     """
 
     module: nn.Embedding
@@ -28,15 +28,15 @@ class EmbeddingLayer(Layer):
         return [cls(module, bias="", groups=module.num_embeddings)]
 
     def columns(self, input: Tensor) -> Iterator[Tensor]:
-        """One column with the energy of all tokens of a kind: their number."""
+        """Yield one column per row of the weight. Its energy is the number of times that the token occurs."""
         numbers = torch.bincount(input.flatten(), minlength=self.groups)
         yield numbers.to(self.weight.dtype).sqrt().reshape(-1, 1, 1)
 
     def weight_rows(self, weight: Tensor) -> Tensor:
         return weight.unsqueeze(-1)
 
-    def per_sample(self, own: str, x: Tensor, gradient: Tensor) -> Tensor:
-        """The sum of the gradients of each token's outputs."""
+    def per_sample(self, name: str, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the sum of the output gradients of each token, for each sample."""
         samples, width = len(x), gradient.shape[-1]
         places = x.reshape(samples, -1) + self.groups * torch.arange(samples, device=x.device).unsqueeze(-1)
         sums = gradient.new_zeros(samples * self.groups, width)
@@ -45,5 +45,5 @@ class EmbeddingLayer(Layer):
             sums.view(samples, self.groups, width)[:, self.module.padding_idx] = 0
         return sums.view(samples, self.groups, width)
 
-    def held_per_sample(self, own: str, gradient: Tensor) -> int:
+    def elements_per_sample(self, name: str, gradient: Tensor) -> int:
         return gradient[0].numel()

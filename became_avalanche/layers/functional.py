@@ -1,4 +1,4 @@
-"""Weights that are used without calling the module that owns them, as in ``F.linear(x, self.proj.weight)``."""
+"""Weights that are used without a call of the module that owns them, as in ``F.linear(x, self.proj.weight)``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class MatrixLayer(LinearLayer):
 
     @classmethod
     def find(cls, module: nn.Module) -> list[Any]:
-        """None: whether a matrix is used so is seen only in a forward pass."""
+        """Return nothing: only a forward pass shows whether a matrix is used like this."""
         return []
 
 
 class WeightUses(TorchFunctionMode):
-    """Sees, while it is active, what is done with weights outside the calls of their modules.
+    """While active, records how functions use weights outside the calls of their modules.
 
-    ``F.linear`` is a use whose inputs are known. So is a product with the transposed weight.
+    ``F.linear`` and products with the transposed weight are linear uses: their inputs are known. ``others`` collects
+    all other uses.
     """
 
     def __init__(
@@ -42,18 +43,18 @@ class WeightUses(TorchFunctionMode):
     ) -> None:
         """Init.
 
-        :param weights: what to look for, by name.
-        :param linear: names of those for which ``x Wᵀ`` is a known use.
-        :param on_linear: called with the name, the input and the bias of each known use.
+        :param weights: the weights to watch, by name.
+        :param linear: names of the weights for which ``x Wᵀ`` counts as a linear use.
+        :param on_linear: called with the weight's name, the input and the bias of each linear use.
         """
         super().__init__()
         self._linear = linear
         self.inside: Counter[str] = Counter()
-        """How many calls are under way of modules that own a weight, by its name."""
+        """Weight name -> number of running calls of modules that own it. Uses inside these calls are not recorded."""
         self.others: dict[str, str] = {}
-        """Of weights with other uses: the name of the first function."""
+        """Weight name -> name of the first function that uses the weight in any other way."""
         self._names = {id(weight): (name, False) for name, weight in weights.items()}
-        self._views: list[Tensor] = []  # kept, so that no other tensor gets the same id
+        self._views: list[Tensor] = []  # kept alive, so that no other tensor gets the same id
         self._on_linear = on_linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +78,7 @@ class WeightUses(TorchFunctionMode):
 def _linear_use(
     func: Any, args: Any, kwargs: Any, weight: Tensor, transposed: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Input and bias, if ``func`` computes ``x Wᵀ + b``."""
+    """Return input and bias if ``func`` computes ``x Wᵀ + b``, otherwise None."""
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     if func is F.linear and not transposed and given["weight"] is weight and given["input"] is not weight:
         return given["input"], given.get("bias")

@@ -1,8 +1,9 @@
 """The interface that all kinds of layers share.
 
-A layer with weight matrix ``W`` (out x d) sees an input matrix ``A`` (d x n): one column per sample, token or patch,
-padding, stride and dilation applied, so that its output is ``W A``. A convolution with groups is one such pair per
-group, so every matrix here carries a leading group axis: ``W`` is (groups, out / groups, d), ``A`` is (groups, d, n).
+A layer multiplies its weight matrix ``W`` (out x d) with an input matrix ``A`` (d x n), so that its output is ``W A``.
+``A`` has one column per sample, token or patch, with padding, stride and dilation applied. A convolution with groups
+has one such pair per group, so every matrix here has a leading group axis: ``W`` is (groups, out / groups, d), ``A`` is
+(groups, d, n).
 """
 
 from __future__ import annotations
@@ -18,46 +19,46 @@ from torch import Tensor, nn
 
 
 class Lines(NamedTuple):
-    """Columns that overlap: each of them is a window of neighbouring lines."""
+    """Columns that overlap. Each column is a window of neighbouring lines."""
 
     values: Tensor
     """(channels, other axes of the kernel, lines, n)"""
     size: int
-    """Lines of a window. The rows of a column are (channels, lines of the window, other axes of the kernel)."""
+    """Lines per window. The rows of a column are (channels, lines of the window, other axes of the kernel)."""
 
     @property
     def windows(self) -> int:
-        """Windows in each of the n stacks of lines."""
+        """Number of windows in each of the n stacks of lines."""
         return self.values.shape[2] - self.size + 1
 
 
 class Layer(ABC):
-    """One weight of a module, with its bias, and what the module does with them.
+    """One weight of a module, with its bias, and how the module uses them.
 
-    A kind of layer is a subclass. It says in which modules it is found (``find``) and what the inputs of a call are as
-    columns (``columns``). If the weight's first axis is not the output, it says how the weight is laid out as rows
-    (``weight_rows``, ``weight_like``). If it knows the gradients of single samples (``tells_samples_apart``), it says
-    how outputs are laid out (``output_columns``).
+    Each kind of layer is a subclass. It implements ``find`` (which modules contain such layers) and ``columns`` (the
+    inputs of a call as columns). It overrides ``weight_rows`` and ``weight_like`` if the first axis of the weight is
+    not the output. It implements ``output_columns`` if it has per-sample gradients (``has_per_sample_gradients``).
     """
 
     takes_rows: ClassVar[bool] = False
-    """Whether the module computes ``x Wᵀ + b`` of its input ``x`` itself, so that ``x P`` does what ``W P`` does."""
+    """Whether the module computes ``x Wᵀ + b``. Then the input ``x P`` has the same effect as the weight ``W P``, for
+    a symmetric ``P``."""
 
     in_calls: ClassVar[bool] = True
-    """Whether calls of the module use the weight; otherwise functions do, such as ``F.linear``."""
+    """Whether calls of the module use the weight. If not, functions such as ``F.linear`` use it."""
 
-    tells_samples_apart: ClassVar[bool] = True
-    """Whether ``per_sample`` knows the gradients of single samples."""
+    has_per_sample_gradients: ClassVar[bool] = True
+    """Whether ``per_sample`` can compute per-sample gradients."""
 
     constants: Sequence[str] = ()
-    """Names of further parameters in the module that are added to what the layer computes, but are no bias of it."""
+    """Names of further parameters that the module adds somewhere. They multiply no input and are not the bias."""
 
     def __init__(self, module: nn.Module, weight: str = "weight", bias: str = "bias", groups: int = 1) -> None:
         """Init.
 
         :param module: the module that is called.
         :param weight: name of the weight in the module.
-        :param bias: name of its bias; the module need not have it.
+        :param bias: name of its bias; the module may have none.
         :param groups: number of groups.
         """
         self.module = module
@@ -68,7 +69,7 @@ class Layer(ABC):
     @classmethod
     @abstractmethod
     def find(cls, module: nn.Module) -> list[Layer]:
-        """The layers of this kind in ``module`` itself; none if it is of another kind."""
+        """Return the layers of this kind in ``module`` itself; an empty list if the module is of another kind."""
 
     @property
     def weight(self) -> Tensor:
@@ -83,13 +84,13 @@ class Layer(ABC):
 
     @property
     def rule(self) -> nn.Module | None:
-        """What computes the weight from other parameters (``torch.nn.utils.parametrize``); None if it is one itself."""
+        """The parametrization that computes the weight (``torch.nn.utils.parametrize``); None if it is a parameter."""
         path, _, leaf = self.weight_name.rpartition(".")
         rules = dict(getattr(self.module.get_submodule(path), "parametrizations", {}))
         return rules.get(leaf)
 
     def set_weight(self, value: Tensor) -> None:
-        """Give a computed weight a value, through the parameters that it is computed from."""
+        """Set a computed weight to ``value``, through the parameters from which it is computed."""
         path, _, leaf = self.weight_name.rpartition(".")
         setattr(self.module.get_submodule(path), leaf, value)
 
@@ -100,7 +101,7 @@ class Layer(ABC):
         """The inputs of a call of the module as columns (groups, d, n), in chunks of bounded size."""
 
     def augmented_columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        """The same with a constant 1 as last row: the input that the bias multiplies."""
+        """Like ``columns``, with a constant 1 as last row: the input that the bias multiplies."""
         return (with_ones(columns) for columns in self.columns(*args, **kwargs))
 
     def mean_columns(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
@@ -108,64 +109,65 @@ class Layer(ABC):
         yield torch.cat(list(self.columns(*args, **kwargs)), dim=-1).mean(-1, keepdim=True)
 
     def lines(self, *args: Any, **kwargs: Any) -> Iterator[Lines] | None:
-        """The inputs of a call as overlapping windows of lines, in chunks, where that saves half of the work."""
+        """The inputs of a call as overlapping windows of lines, in chunks; None unless that saves half of the work."""
         return None
 
     # ------------------------------------------------------------------------------------------------ weight as rows
 
     def weight_rows(self, weight: Tensor) -> Tensor:
-        """A tensor in the shape of the weight as rows (groups, out / groups, d), a view of it where possible."""
+        """Reshape a tensor with the weight's shape to rows (groups, out / groups, d), as a view where possible."""
         return weight.reshape(self.groups, len(weight) // self.groups, -1)
 
     def weight_like(self, rows: Tensor) -> Tensor:
-        """Undo ``weight_rows``; further axes may stand first."""
+        """Undo ``weight_rows``. ``rows`` may have additional leading axes."""
         return rows.reshape(*rows.shape[:-3], *self.weight.shape)
 
     def in_memory_order(self, factor: Tensor) -> tuple[Layer, Tensor]:
-        """This layer with the inputs of a row in the order of the weight's memory, and ``factor`` (groups, d, r) too.
+        """Return this layer and ``factor`` (groups, d, r) with the inputs reordered as the weight lies in memory.
 
-        Where that is another order, rows of the weight and of its gradient need no copy.
+        In that order, no copy is needed to view the weight and its gradient as rows.
         """
         return self, factor
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors in the shapes of the weight, or of weight and bias, as rows (groups, out / groups, d)."""
+        """Reshape tensors with the shapes of the weight, or of weight and bias, to rows (groups, out / groups, d)."""
         weight, *bias = tensors
         rows = [self.weight_rows(weight), *(tensor.reshape(self.groups, -1, 1) for tensor in bias)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
     def from_rows(self, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """Undo ``rows``: cut ``rows`` into tensors of the shapes of ``like``."""
+        """Undo ``rows``: split ``rows`` into tensors with the shapes of ``like``."""
         d = rows.shape[-1] - len(like) + 1
         return [self.weight_like(rows[..., :d]), *(rows[..., d].reshape(tensor.shape) for tensor in like[1:])]
 
-    # ----------------------------------------------------------------------------------- gradients of single samples
+    # ------------------------------------------------------------------------------------------ per-sample gradients
 
-    def squares(self, own: str, x: Tensor, gradient: Tensor) -> Tensor | None:
-        """``Σ_i G_i²`` over the samples of a call, where that needs no gradient of a single sample."""
+    def squares(self, name: str, x: Tensor, gradient: Tensor) -> Tensor | None:
+        """``Σ_i G_i²`` over the samples of a call; None if that cannot be computed without per-sample gradients."""
         return None
 
-    def per_sample(self, own: str, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradients of single samples: ``G_i = D_i A_iᵀ`` of the weight, or the sum over ``D_i`` of the bias.
+    def per_sample(self, name: str, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the per-sample gradients: ``G_i = D_i A_iᵀ`` for the weight, the row sums of ``D_i`` for the bias.
 
-        :param own: name of the weight or of the bias.
-        :param x: input of a call, samples first.
+        :param name: name of the weight or of the bias in the module.
+        :param x: input of a call; the first axis is the sample.
         :param gradient: gradient of its output.
         """
         outputs = self.output_columns(gradient)
-        if own == self.bias_name:
+        if name == self.bias_name:
             return outputs.sum(-1).flatten(1)
         columns = torch.cat(list(self.columns(x)), dim=-1)
-        columns = columns.reshape(self.groups, -1, len(x), outputs.shape[-1]).permute(2, 0, 3, 1)  # last: position, d
+        # (group, d, sample, position) -> (sample, group, position, d)
+        columns = columns.reshape(self.groups, -1, len(x), outputs.shape[-1]).permute(2, 0, 3, 1)
         return self.weight_like(outputs @ columns)
 
     def output_columns(self, gradient: Tensor) -> Tensor:
-        """The gradient of an output as ``D_i`` of each sample: (sample, group, out / groups, position)."""
+        """Reshape the gradient of an output to the ``D_i`` of all samples: (sample, group, out / groups, position)."""
         raise NotImplementedError
 
-    def held_per_sample(self, own: str, gradient: Tensor) -> int:
-        """Elements of what the gradient of a sample is made of: ``A_i``, or ``D_i`` alone for the bias."""
-        if own == self.bias_name:
+    def elements_per_sample(self, name: str, gradient: Tensor) -> int:
+        """Number of elements in ``A_i``, or in ``D_i`` for the bias: what a per-sample gradient is computed from."""
+        if name == self.bias_name:
             return gradient[0].numel()
         _, out, d = self.weight_rows(self.weight).shape
         return gradient[0].numel() // out * d
@@ -173,20 +175,20 @@ class Layer(ABC):
     # --------------------------------------------------------------------------------- the layer with another weight
 
     def compute_with(self, others: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
-        """Let the module compute with other tensors until the function that this returns is called.
+        """Let the module compute with other tensors. Return a function that ends this.
 
-        :param others: called in every forward pass; returns the tensor in place of the weight, and if the bias is to be
-            replaced too, the tensor in place of that.
+        :param others: called in every forward pass; returns the tensor to use as weight, optionally followed by the one
+            to use as bias.
         """
         replaced: list[list[Tensor]] = []
 
         def enter(module: nn.Module, args: Any) -> None:
             pairs = zip((self.weight_name, self.bias_name), others(), strict=False)
-            replaced.append([self._put(name, other) for name, other in pairs])
+            replaced.append([self._swap(name, other) for name, other in pairs])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            for name, own in zip((self.weight_name, self.bias_name), replaced.pop(), strict=False):
-                self._put(name, own)
+            for name, original in zip((self.weight_name, self.bias_name), replaced.pop(), strict=False):
+                self._swap(name, original)
 
         hooks = (
             self.module.register_forward_pre_hook(enter),
@@ -199,8 +201,8 @@ class Layer(ABC):
 
         return detach
 
-    def _put(self, name: str, tensor: Any) -> Any:
-        """Put ``tensor`` in the place of the parameter ``name`` and return what was there."""
+    def _swap(self, name: str, tensor: Any) -> Any:
+        """Replace the parameter ``name`` with ``tensor`` and return the previous one."""
         path, _, leaf = name.rpartition(".")
         parameters: dict[str, Any] = self.module.get_submodule(path)._parameters
         before, parameters[leaf] = parameters[leaf], tensor
@@ -213,7 +215,7 @@ def with_ones(columns: Tensor) -> Tensor:
 
 
 def keeps_forward(module: nn.Module, kind: type[nn.Module], *methods: str) -> bool:
-    """Whether ``module`` is of this kind, or of a subclass that computes as it does."""
+    """Whether ``module`` is a ``kind`` with the original ``forward`` and ``methods``, not overridden by a subclass."""
     return isinstance(module, kind) and all(
         getattr(type(module), method) is getattr(kind, method) for method in ("forward", *methods)
     )

@@ -24,11 +24,11 @@ class LinearLayer(Layer):
     def mean_columns(self, input: Tensor) -> Iterator[Tensor]:
         return self.columns(input.mean(0, keepdim=True))
 
-    def squares(self, own: str, x: Tensor, gradient: Tensor) -> Tensor | None:
+    def squares(self, name: str, x: Tensor, gradient: Tensor) -> Tensor | None:
         """With one column per sample: ``Σ_i (d_i a_iᵀ)² = Σ_i d_i² (a_i²)ᵀ``."""
         if x.dim() != 2:
             return None
-        return gradient.square().sum(0) if own == self.bias_name else gradient.square().mT @ x.square()
+        return gradient.square().sum(0) if name == self.bias_name else gradient.square().mT @ x.square()
 
     def output_columns(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(len(gradient), 1, -1, gradient.shape[-1]).mT

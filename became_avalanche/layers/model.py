@@ -30,7 +30,7 @@ KINDS: tuple[type[Layer], ...] = (
     RecurrentLayer,
     CellLayer,
 )
-"""Every kind of layer."""
+"""All kinds of layers."""
 
 
 def layers_of(module: nn.Module) -> list[Layer]:
@@ -48,23 +48,24 @@ class LayerMap:
     protected: dict[str, list[Layer]] = field(default_factory=dict)
     """Weight name -> the layers that use this weight (more than one if layers share it).
 
-    A computed weight is called by the parameter in its shape from which it is computed."""
+    A computed weight goes by the name of the parameter of the same shape from which it is computed."""
     biases: dict[str, list[str]] = field(default_factory=dict)
-    """Weight name -> names of the biases beside it, where there are any (several if layers share the weight)."""
+    """Weight name -> names of its biases, if any (several if layers share the weight)."""
     constants: dict[str, list[str]] = field(default_factory=dict)
-    """Weight name -> names of the other constants beside it, where there are any."""
+    """Weight name -> names of the other constants of its layers, if any."""
     normalisation: list[str] = field(default_factory=list)
     """Names of the parameters of normalisation layers."""
     unprotectable: dict[str, str] = field(default_factory=dict)
-    """Names of parameters that train but are of no protectable kind -> how to call them in a message."""
+    """Name of a trainable parameter that cannot be protected -> how messages call it."""
     matrices: dict[str, MatrixLayer] = field(default_factory=dict)
-    """Those of them that may be matrices of inputs, which only a forward pass tells: see ``seen_matrices``."""
+    """Unprotectable matrices that may multiply inputs. Only a forward pass shows whether they do: see
+    ``seen_matrices``."""
 
 
 def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
-    """Find the layers of ``model`` by module type, leaving out everything at or below the names in ``skip``.
+    """Find the layers of ``model`` by module type, except everything at or below the names in ``skip``.
 
-    A subclass counts if it keeps the ``forward`` of its parent; otherwise it may compute something else than ``W A``.
+    A subclass counts if it keeps the ``forward`` of its parent; otherwise it may not compute ``W A``.
 
     :param model: the model.
     :param skip: names of modules or parameters.
@@ -78,7 +79,7 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
         for layer in found:
             claimed.add(module.get_submodule(layer.weight_name.rpartition(".")[0]))
             sources = [layer.weight] if layer.rule is None else originals(layer)
-            if not sources or is_below(names[id(sources[0])], skip):  # computed for good, or to be left alone
+            if not sources or is_below(names[id(sources[0])], skip):  # cannot be set, or is to be skipped
                 continue
             weight = names[id(sources[0])]
             layers.protected.setdefault(weight, []).append(layer)
@@ -98,8 +99,10 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
         training = [name for name, parameter in own.items() if parameter.requires_grad]
         others = [name for name in training if name not in known and not is_below(name, skip)]
         for name in others:
-            whole = module_name and others == training
-            label = f"{module_name} ({type(module).__name__})" if whole else f"{name} (of {type(module).__name__})"
+            whole_module = module_name and others == training
+            label = (
+                f"{module_name} ({type(module).__name__})" if whole_module else f"{name} (of {type(module).__name__})"
+            )
             if isinstance(module, ParametrizationList):
                 rules = ", ".join(type(rule).__name__ for rule in module)
                 label = f"{module_name.replace('.parametrizations', '')} (computed from other parameters by {rules})"
@@ -112,7 +115,7 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
 
 @contextmanager
 def seen_matrices(layers: LayerMap) -> Iterator[None]:
-    """While open, see how bare matrices are used. Those that only multiply inputs are protected from then on."""
+    """While open, observe how bare matrices are used. On exit, protect those that only multiply inputs."""
     biases: dict[str, list[Tensor]] = {}
     weights = {name: layer.weight for name, layer in layers.matrices.items()}
     uses = WeightUses(
@@ -133,7 +136,7 @@ def seen_matrices(layers: LayerMap) -> Iterator[None]:
 
 
 def _refuse_mixed_uses(layers: LayerMap) -> None:
-    """Leave out weights that layers of different kinds share: what one takes for an input is an output for another."""
+    """Do not protect weights that layers of different kinds share: an input of one is an output of the other."""
     for name, users in list(layers.protected.items()):
         if len({(type(layer).weight_rows, layer.groups) for layer in users}) > 1:
             kinds = " and ".join(dict.fromkeys(type(layer.module).__name__ for layer in users))
@@ -142,5 +145,5 @@ def _refuse_mixed_uses(layers: LayerMap) -> None:
 
 
 def is_below(name: str, prefixes: Collection[str]) -> bool:
-    """Whether ``name`` is one of the module names ``prefixes`` or lies below one."""
+    """Whether ``name`` is one of ``prefixes`` (names of modules or parameters) or lies below one of them."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

@@ -1,4 +1,4 @@
-"""Normalisation layers: a scale and a shift of each channel."""
+"""Normalisation layers, with a scale and a shift per channel."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def couples_samples(module: nn.Module) -> bool:
 
 
 def has_closed_form(module: nn.Module) -> bool:
-    """Whether ``per_sample`` knows the gradients of the module's parameters."""
+    """Whether ``per_sample`` can compute the gradients of the module's parameters."""
     return isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
 
 
-def per_sample(module: nn.Module, own: str, x: Tensor, gradient: Tensor) -> Tensor:
-    """The gradients of single samples of a batch normalisation with running statistics."""
+def per_sample(module: nn.Module, name: str, x: Tensor, gradient: Tensor) -> Tensor:
+    """Return the per-sample gradients of a batch normalisation that uses running statistics."""
     assert isinstance(module, _BatchNorm)
-    if own == "weight":
+    if name == "weight":
         gradient = gradient * F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
     return gradient.flatten(2).sum(-1) if gradient.dim() > 2 else gradient

@@ -1,4 +1,4 @@
-"""Transposed convolutions: every patch of the spread input is a column."""
+"""Transposed convolutions: every patch of the input, with zeros between its values, is a column."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ PLAIN = {nn.ConvTranspose1d: nn.Conv1d, nn.ConvTranspose2d: nn.Conv2d, nn.ConvTr
 
 
 class TransposedConvolutionLayer(Layer):
-    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` and ``nn.ConvTranspose3d``, and subclasses that compute so.
+    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` and ``nn.ConvTranspose3d``, and subclasses that keep ``forward``.
 
-    A transposed convolution is a convolution of stride 1 with the flipped kernel, over its input with ``stride − 1``
-    zeros between any two values. Here the columns are flipped instead. The weight is (in, out / groups, kernel).
+    A transposed convolution equals a convolution of stride 1 with the flipped kernel, whose input has ``stride − 1``
+    zeros between neighbouring values. Here the columns are flipped instead of the kernel. The weight is
+    (in, out / groups, kernel).
     """
 
     module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -41,7 +42,7 @@ class TransposedConvolutionLayer(Layer):
             groups=layer.groups,
             device="meta",
         )
-        for columns in ConvolutionLayer(plain, groups=layer.groups).columns(self._spread(input, output_size)):
+        for columns in ConvolutionLayer(plain, groups=layer.groups).columns(self._insert_zeros(input, output_size)):
             by_channel = columns.reshape(layer.in_channels, -1, columns.shape[-1])
             yield by_channel.flip(1).reshape(columns.shape)
 
@@ -59,8 +60,8 @@ class TransposedConvolutionLayer(Layer):
     def output_columns(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(len(gradient), self.groups, -1, gradient[0, 0].numel())
 
-    def _spread(self, x: Tensor, output_size: list[int] | None) -> Tensor:
-        """``x`` with zeros between its values, and as many around them as the output needs."""
+    def _insert_zeros(self, x: Tensor, output_size: list[int] | None) -> Tensor:
+        """Insert zeros between the values of ``x`` and pad it to the size that the output needs."""
         layer: Any = self.module
         axes = len(layer.kernel_size)
         extra = layer._output_padding(
@@ -73,5 +74,5 @@ class TransposedConvolutionLayer(Layer):
         sides: list[int] = []
         for axis in range(axes):
             side = layer.dilation[axis] * (layer.kernel_size[axis] - 1) - int(layer.padding[axis])
-            sides = [side, side + extra[axis], *sides]  # ``F.pad`` takes the last axis first
+            sides = [side, side + extra[axis], *sides]  # ``F.pad`` expects the last axis first
         return F.pad(spread, sides)

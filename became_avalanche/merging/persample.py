@@ -105,7 +105,7 @@ def _sum_of_squares(parameter: Tensor, uses: list[tuple[str, Call, Tensor]]) -> 
         if squares is not None:
             return squares
     total = torch.zeros_like(parameter)
-    size = max(1, BUDGET // sum(_held_per_sample(*use) for use in uses))
+    size = max(1, BUDGET // sum(_elements_per_sample(*use) for use in uses))
     for start in range(0, samples, size):
         first, *more = (_per_sample(own, call, gradient, slice(start, start + size)) for own, call, gradient in uses)
         for other in more:
@@ -114,10 +114,10 @@ def _sum_of_squares(parameter: Tensor, uses: list[tuple[str, Call, Tensor]]) -> 
     return total
 
 
-def _held_per_sample(own: str, call: Call, gradient: Tensor) -> int:
+def _elements_per_sample(own: str, call: Call, gradient: Tensor) -> int:
     """Elements of a sample's gradient, and of what it is made of."""
     layer = _layer(call.module, own)
-    made_of = layer.held_per_sample(own, gradient) if layer else gradient[0].numel()
+    made_of = layer.elements_per_sample(own, gradient) if layer else gradient[0].numel()
     return int(getattr(call.module, own).numel() + made_of)
 
 
@@ -133,7 +133,7 @@ def _per_sample(own: str, call: Call, gradient: Tensor, part: slice) -> Tensor:
 
 def _layer(module: nn.Module, own: str) -> Layer | None:
     """The layer of ``module`` with the parameter ``own``, if it is of a known kind."""
-    layers = (layer for layer in layers_of(module) if layer.tells_samples_apart)
+    layers = (layer for layer in layers_of(module) if layer.has_per_sample_gradients)
     return next((layer for layer in layers if own in (layer.weight_name, layer.bias_name)), None)
 
 

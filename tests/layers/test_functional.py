@@ -1,4 +1,4 @@
-"""Weights that functions use."""
+"""Weights that functions use outside the calls of their modules."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from became_avalanche.subspace.inputs import recorded_inputs
 
 
 class Uses(nn.Module):
-    """A layer that is called, and whose weight is used otherwise as well."""
+    """A layer that is called and whose weight is also passed to a function."""
 
     def __init__(self, use):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each kind of layer does with its inputs."""
+"""The inputs of each kind of layer as columns, and its weight as rows."""
 
 import numpy as np
 import pytest

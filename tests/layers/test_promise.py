@@ -1,4 +1,4 @@
-"""Updates that leave the recorded inputs of all layers alone leave the outputs of a module where they are."""
+"""Updates that are orthogonal to the recorded inputs of all layers do not change the outputs of a module."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def outputs_of(model, args, kwargs):
 
 @torch.no_grad()
 def moves(model, args, kwargs, augmented, seed):
-    """How far outputs move with random updates of all weights: projected, and as they are. And whether any is left."""
+    """Relative change of the outputs by projected and by unprojected random updates; norm of the projected updates."""
     model.double().eval()
     layers = map_layers(model)
     ones = [name for name in layers.biases if augmented]
@@ -95,7 +95,7 @@ def test_attention(separate, bias, add_bias_kv, add_zero_attn, batch_first, cros
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_transformer_encoder_in_eval_mode(batch_first, norm_first):
-    """In eval mode without gradients torch computes such a layer as a whole, without calling its modules."""
+    """In eval mode without gradients torch computes encoder layers in one kernel, without calling their modules."""
     layer = nn.TransformerEncoderLayer(
         12, 2, 20, dropout=0.1, batch_first=batch_first, norm_first=norm_first, activation="gelu"
     )
@@ -165,7 +165,7 @@ def test_embedding(padding, limited, shape, seed):
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("kind", [ShiftedWindowAttention, ShiftedWindowAttentionV2])
 def test_attention_of_swin_transformers(kind, augmented):
-    """Its Linear modules are never called: a function uses their weights."""
+    """Their Linear modules are never called: functions use the weights directly."""
     model = kind(24, [2, 2], [1, 1], 2)
     own = "relative_position_bias_table" if kind is ShiftedWindowAttention else "logit_scale"
     constants = [f"{own} (of {kind.__name__})"]

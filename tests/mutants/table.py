@@ -165,7 +165,7 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
         "tests/layers/test_layers.py tests/merging/test_fisher.py",
         [
             ("gradient.square().mT @ x.square()", "(gradient.mT @ x).square()"),
-            ("gradient.square().sum(0) if own", "gradient.sum(0).square() if own"),
+            ("gradient.square().sum(0) if name", "gradient.sum(0).square() if name"),
             ("if x.dim() != 2:", "if False:"),
         ],
     ),
@@ -206,7 +206,7 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
     "layers/attention.py": (
         "tests/layers/test_layers.py tests/layers/test_promise.py",
         [
-            ("through[self.bias_name] = torch.zeros_like(self.bias)", "through[self.bias_name] = self.bias"),
+            ("overrides[self.bias_name] = torch.zeros_like(self.bias)", "overrides[self.bias_name] = self.bias"),
             ("(query, key, value)[INPUTS.index(self.weight_name[0])]", "query"),
             (
                 "yield _as_groups([_as_columns(x) for x in (query, key, value)])",
