@@ -474,13 +474,13 @@ CASES = {
     "10^12 seeds": ("study.toml", STUDY.replace("[0, 3]", "1000000000000"), "from 1 to 1000"),
     "a name that leads elsewhere": ("study.toml", STUDY.replace('"mine"', '"../../mine"'), "no slashes"),
     "a name with a zero byte": ("study.toml", STUDY.replace('"mine"', '"mi\\u0000ne"'), "printable"),
-    "a tensor larger than its values": ("checkpoint", state_with(["dict"], [[2**40]]), "damaged"),
+    "a tensor larger than its values": ("checkpoint", state_with(["dict"], [[2**40]]), "corrupt"),
     "strides beyond the values": (
         "checkpoint", state_with(["dict", ["a", ["tensor", 0, [2**40, 1]]]], [[0, 3]]), None),
-    "a tensor that is not there": ("checkpoint", state_with(["dict", ["a", ["tensor", 7, None]]]), "damaged"),
-    "a key that is a list": ("checkpoint", state_with(["dict", [["a"], 1]]), "damaged"),
+    "a tensor that is not there": ("checkpoint", state_with(["dict", ["a", ["tensor", 7, None]]]), "corrupt"),
+    "a key that is a list": ("checkpoint", state_with(["dict", [["a"], 1]]), "corrupt"),
     "a list for a state": ("checkpoint", state_with(["list"]), "instead of a dict"),
-    "a structure nested deeply": ("checkpoint", lambda sound: deep_state(), "damaged"),
+    "a structure nested deeply": ("checkpoint", lambda sound: deep_state(), "corrupt"),
     "a header of 2^60 bytes": ("checkpoint", struct.pack("<Q", 2**60) + b"{}", "not a state file"),
     "a gzip bomb": ("images-ubyte.gz", lambda sound: bomb(2**24), None),
     "a gzip bomb that says it is small": (
@@ -508,15 +508,15 @@ def test_files_made_on_purpose(case, sound, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state["random"]["numpy"]["state"].update(pos=10**6), "random state of NumPy is damaged"),
-        (lambda state: state["random"].update(torch=torch.zeros(3)), "does not hold the state|RNG state"),
-        (lambda state: state["optimizer"]["replaced"].update({"features.0.weight": [10**12, 6]}), "have been larger"),
-        (lambda state: state["model"]["units"].update({"classifier.classifiers.0": 10**12}), "its weight has not"),
-        (lambda state: state["model"]["heads"].update({"features": ["0"]}), "does not hold the state"),
+        (lambda state: state["random"]["numpy"]["state"].update(pos=10**6), "random state of NumPy is corrupt"),
+        (lambda state: state["random"].update(torch=torch.zeros(3)), "does not fit this strategy|RNG state"),
+        (lambda state: state["optimizer"]["replaced"].update({"features.0.weight": [10**12, 6]}), "does not fit into its shape"),
+        (lambda state: state["model"]["units"].update({"classifier.classifiers.0": 10**12}), "but its weight has 2 rows"),
+        (lambda state: state["model"]["heads"].update({"features": ["0"]}), "does not fit this strategy"),
         (lambda state: state["model"]["tensors"].pop("features.0.weight"), "does not exist"),
         (lambda state: state["plugins"].pop(), "same plugins in the same order"),
-        (lambda state: state.pop("model"), "does not hold the state"),
-        (lambda state: state["optimizer"]["groups"][0].append("__class__"), "does not hold the state"),
+        (lambda state: state.pop("model"), "does not fit this strategy"),
+        (lambda state: state["optimizer"]["groups"][0].append("__class__"), "does not fit this strategy"),
     ],
 )  # fmt: skip
 def test_checkpoints_that_do_not_fit(change, message, tmp_path):
@@ -571,7 +571,7 @@ def test_a_run_folder_that_is_a_link(tmp_path):
     store = Store(tmp_path / "runs")
     store.make_writable()
     store.folder(SPEC).path.symlink_to(elsewhere)
-    with pytest.raises(StoreError, match=r"is a link to .*elsewhere; put the folder itself in its place"):
+    with pytest.raises(StoreError, match=r"is a link to .*elsewhere; replace the link by the folder itself"):
         run(SPEC, store)
     assert not os.listdir(elsewhere)
 

@@ -1,1 +1,1 @@
-"""What plugins and metrics need of an Avalanche strategy: passes over data, weights, stages, state, checkpoints."""
+"""What plugins and metrics share: passes over data, weights, stages, state and checkpoints of an Avalanche strategy."""

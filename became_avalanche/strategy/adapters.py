@@ -1,4 +1,4 @@
-"""The state of Avalanche's own plugins, as tensors and plain values."""
+"""Save and load the state of Avalanche's own plugins, as tensors and plain values."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from became_avalanche.strategy.state import StatefulPlugin
 
 
 class Adapter(NamedTuple):
-    """How the state of a kind of plugin is saved and loaded, between experiences."""
+    """How to save and load the state of one kind of plugin between experiences."""
 
     save: Callable[[Any], dict[Any, Any]]
-    """The state of a plugin."""
+    """Returns the state of a plugin."""
     load: Callable[[Any, Any, SupervisedTemplate], None]
-    """Load a state into a plugin of a strategy, whose model is still fresh."""
+    """Loads a state into a plugin. The last argument is the plugin's strategy, whose model is not loaded yet."""
 
 
 def adapter_of(plugin: object) -> Adapter | None:
-    """How to save the state of a plugin or metric; None if that is not known.
+    """Return the adapter that saves a plugin or metric, or None if its state cannot be saved.
 
     A plugin with ``state_dict`` and ``load_state_dict`` saves itself. A plugin without attributes has no state. A
     subclass of one of Avalanche's plugins is saved as that plugin if it adds no attribute.
@@ -52,12 +52,12 @@ def adapter_of(plugin: object) -> Adapter | None:
 
 
 def unsaved_metrics(evaluator: EvaluationPlugin) -> list[object]:
-    """The metrics whose state cannot be saved."""
+    """Return the metrics whose state cannot be saved."""
     return [metric for metric in evaluator.metrics if adapter_of(metric) is None]
 
 
 def _resets_itself(metric: object) -> bool:
-    """Whether it is a metric of Avalanche that keeps nothing from one training or evaluation to the next."""
+    """Whether this is an Avalanche metric that is reset in each training or evaluation, so that it has no state."""
     if not isinstance(metric, GenericPluginMetric) or metric._reset_at == "never":
         return False
     options = {"_reset_at", "_emit_at", "_mode"}
@@ -68,13 +68,13 @@ def _resets_itself(metric: object) -> bool:
 
 
 def _load_own(plugin: Any, state: Any, strategy: SupervisedTemplate) -> None:
-    plugin.load_state_dict(_on(strategy.device, state) if isinstance(plugin, StatefulPlugin) else state)
+    plugin.load_state_dict(_moved_to(strategy.device, state) if isinstance(plugin, StatefulPlugin) else state)
 
 
-def _on(device: Any, state: Any) -> Any:
-    """The same with all tensors on a device."""
+def _moved_to(device: Any, state: Any) -> Any:
+    """Return the state with all tensors on ``device``."""
     if isinstance(state, dict):
-        return {key: _on(device, value) for key, value in state.items()}
+        return {key: _moved_to(device, value) for key, value in state.items()}
     return state.to(device) if isinstance(state, Tensor) else state
 
 
@@ -90,7 +90,10 @@ def _load_clock(clock: Clock, state: Any, strategy: SupervisedTemplate) -> None:
 
 
 def _save_evaluator(evaluator: EvaluationPlugin) -> dict[Any, Any]:
-    """Metrics, the last values (early stopping looks at them) and the curves, as far as they are numbers or tensors."""
+    """Return the state of the metrics, their last values, which early stopping reads, and their curves.
+
+    Values other than numbers, strings and tensors are left out.
+    """
     curves = evaluator.all_metric_results.items()
     return {
         "metrics": [_state_of(metric) for metric in evaluator.metrics],
@@ -142,7 +145,7 @@ def _load_schedule(plugin: LRSchedulerPlugin, state: Any, strategy: SupervisedTe
 
 
 def _with_counters(state: Any, like: Any) -> Any:
-    """A schedule's state, with a Counter wherever the fresh schedule has one (the milestones of MultiStepLR)."""
+    """Return a schedule's state with a Counter wherever the fresh schedule has one (milestones of MultiStepLR)."""
     if isinstance(like, Counter):
         return Counter(state)
     if isinstance(like, dict):
@@ -227,4 +230,4 @@ _ADAPTERS: dict[type, tuple[str, Adapter]] = {
     ),
     LwFPlugin: ("lwf", Adapter(_save_lwf, _load_lwf)),
 }
-"""Kind of plugin -> the attributes that a subclass may have, and its adapter."""
+"""For each kind of plugin: the attributes that an instance of a subclass may have, and the adapter."""

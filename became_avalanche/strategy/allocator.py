@@ -1,4 +1,4 @@
-"""Memory that is kept between steps instead of going back to the system."""
+"""Keep freed memory in the process instead of returning it to the system."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees, so that the next training step finds it ready.
+    """Let this process keep the memory that it frees, so that the next training step can reuse it.
 
-    By default glibc gives each large block back to the system, and the system clears it before the next use: more than
-    ten thousand page faults in a training step of AlexNet, a tenth of its time. Call this once, before training on a
-    CPU. The process then never shrinks below its peak. Numbers do not change.
+    By default glibc returns each large block to the system, and the system clears it before the next use. In a training
+    step of AlexNet this causes more than ten thousand page faults and takes a tenth of the time. Call this once, before
+    training on a CPU. The memory of the process then never shrinks below its peak. Results do not change.
 
-    :return: whether it was possible; elsewhere than on Linux with glibc nothing happens.
+    :return: True if the setting was changed, False on systems other than Linux with glibc, where nothing happens.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -24,5 +24,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    # largest values: blocks below 1 GiB come from the heap, and its end is not given back
+    # the largest allowed values: blocks below 1 GiB come from the heap, and the heap is never trimmed
     return all([mallopt(_M_MMAP_THRESHOLD, 2**30), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)])

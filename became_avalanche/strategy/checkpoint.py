@@ -1,4 +1,4 @@
-"""Saving a strategy between two experiences, and continuing in another process as if nothing had happened."""
+"""Save a strategy between two experiences and resume it in another process, with bitwise the same results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ATTRIBUTES = {
     *("is_training", "loss", "mb_output", "mbatch", "model", "optimized_param_id", "optimizer", "plugins"),
     *("retain_graph", "train_epochs", "train_mb_size"),
 }
-"""What a SupervisedTemplate consists of. Between experiences, only the parts that are saved here have a state."""
+"""The attributes of a SupervisedTemplate. Between experiences, only those that this module saves have a state."""
 
 
 class NotResumableError(ValueError):
-    """A strategy with state that cannot be saved."""
+    """Raised if a strategy has state that cannot be saved."""
 
 
 def save_strategy(
@@ -37,22 +37,30 @@ def save_strategy(
 ) -> None:
     """Save everything that later experiences depend on.
 
-    These are the weights with all heads, the optimizer, the state of the plugins and metrics, the clock and the random
+    This is the model with all its heads, the optimizer, the state of the plugins and metrics, the clock, and the random
     states of Python, NumPy and torch. Call it between two experiences. The file is written completely or not at all,
     and reading it executes no code.
 
-        for t, experience in enumerate(benchmark.train_stream):
-            strategy.train(experience)
-            save_strategy(strategy, f"after-{t}.safetensors")
-
     A plugin is saved if it has ``state_dict`` and ``load_state_dict``, as all plugins of this package do, or if it is
     one of Avalanche's ``EWCPlugin``, ``SynapticIntelligencePlugin``, ``LwFPlugin``, ``LRSchedulerPlugin`` or
-    ``EarlyStoppingPlugin``. A plugin without attributes has nothing to save. Any other plugin is refused, since what it
-    remembers would be lost.
+    ``EarlyStoppingPlugin``. A plugin without attributes has nothing to save. For any other plugin a
+    ``NotResumableError`` is raised, because its state would be lost.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from avalanche.training.plugins import EvaluationPlugin
+    >>> from became_avalanche import GPMPlugin, MultiHeadMLP, save_strategy, split_digits
+    >>> model = MultiHeadMLP()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> options = {"train_mb_size": 64, "evaluator": EvaluationPlugin()}
+    >>> strategy = Naive(model=model, optimizer=optimizer, plugins=[GPMPlugin()], **options)
+    >>> for t, experience in enumerate(split_digits().train_stream[:2]):
+    ...     _ = strategy.train(experience)
+    ...     save_strategy(strategy, f"after-{t}.safetensors")
 
     :param strategy: the strategy.
     :param path: the file; an existing one is replaced.
-    :param stateless: plugins and metrics that you know to keep nothing that matters; they are left out.
+    :param stateless: plugins and metrics without state that matters; they are not saved.
     """
     write_state(path, strategy_state(strategy, stateless=stateless), kind=KIND)
 
@@ -64,13 +72,29 @@ def load_strategy(
     *,
     stateless: Collection[object] = (),
 ) -> None:
-    """Continue from a file that ``save_strategy`` has written, bitwise as if the training had never stopped.
+    """Load a file that ``save_strategy`` has written, so that training resumes bitwise as if it had never stopped.
 
-    If it fails, the strategy may be half loaded: build it anew.
+    If this raises an error, the strategy may be partly loaded: build a new one.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from avalanche.training.plugins import EvaluationPlugin
+    >>> from became_avalanche import GPMPlugin, MultiHeadMLP, load_strategy, save_strategy, split_digits
+    >>> def build():
+    ...     model = MultiHeadMLP()
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     options = {"train_mb_size": 64, "evaluator": EvaluationPlugin()}
+    ...     return Naive(model=model, optimizer=optimizer, plugins=[GPMPlugin()], **options)
+    >>> strategy, benchmark = build(), split_digits()
+    >>> _ = strategy.train(benchmark.train_stream[0])
+    >>> save_strategy(strategy, "after-0.safetensors")
+    >>> resumed = build()  # for example in another process
+    >>> load_strategy(resumed, "after-0.safetensors")
+    >>> _ = resumed.train(benchmark.train_stream[1])
 
     :param strategy: a fresh strategy, built exactly as the saved one was.
     :param path: the file.
-    :param experiences: the experiences that the strategy has met so far, in order. They are needed only if the model
+    :param experiences: the experiences that the strategy has seen so far, in order. They are needed only if the model
         has dynamic modules other than Avalanche's ``MultiHeadClassifier`` and ``IncrementalClassifier``.
     :param stateless: as in ``save_strategy``.
     """
@@ -78,33 +102,43 @@ def load_strategy(
     try:
         load_strategy_state(strategy, state, experiences, stateless=stateless)
     except (LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise StateFileError(f"{path} does not hold the state of such a strategy: {error!r}") from error
+        raise StateFileError(
+            f"{path} does not fit this strategy: {error!r}; build the strategy exactly as the saved one was built"
+        ) from error
 
 
 def not_resumable(strategy: SupervisedTemplate, *, stateless: Collection[object] = ()) -> list[str]:
-    """Names of the classes in a strategy whose state cannot be saved; empty if it can be saved."""
-    ours = {id(known) for known in stateless}
+    """Return the class names of the parts of a strategy that cannot be saved; empty if all can be saved."""
+    skipped = {id(part) for part in stateless}
     parts = [plugin for plugin in strategy.plugins if adapter_of(plugin) is None]
     for plugin in strategy.plugins:
         if isinstance(plugin, EvaluationPlugin):
             parts += unsaved_metrics(plugin)
     if not vars(strategy).keys() <= _ATTRIBUTES:
         parts.insert(0, strategy)
-    return [type(part).__name__ for part in parts if id(part) not in ours]
+    return [type(part).__name__ for part in parts if id(part) not in skipped]
 
 
 def strategy_state(strategy: SupervisedTemplate, *, stateless: Collection[object] = ()) -> dict[str, Any]:
-    """What ``save_strategy`` saves, as nested tensors and plain values. Tensors may be those of the live strategy."""
+    """Return what ``save_strategy`` saves, as nested containers of tensors and plain values.
+
+    The tensors may be those of the live strategy, not copies.
+    """
     if strategy.experience is not None:
-        raise ValueError("a strategy can be saved only between experiences, not in the middle of one")
+        raise ValueError(
+            "a strategy can be saved only between experiences, not in the middle of one; call save_strategy after "
+            "train() has returned"
+        )
     refused = not_resumable(strategy, stateless=stateless)
     if refused:
         raise NotResumableError(
-            f"the state of {', '.join(refused)} cannot be saved; give it state_dict() and load_state_dict(), or name "
-            "the object in stateless=[...] if it keeps nothing that matters"
+            f"the state of {', '.join(refused)} cannot be saved; add state_dict() and load_state_dict() to the class, "
+            "or list the object in stateless=[...] if it has no state that matters"
         )
     return {
-        "plugins": [[type(plugin).__name__, adapter.save(plugin)] for plugin, adapter in _saved(strategy, stateless)],
+        "plugins": [
+            [type(plugin).__name__, adapter.save(plugin)] for plugin, adapter in _with_adapters(strategy, stateless)
+        ],
         "model": model_state(strategy.model),
         "optimizer": _optimizer_state(strategy),
         "random": _random_state(),
@@ -118,9 +152,9 @@ def load_strategy_state(
     *,
     stateless: Collection[object] = (),
 ) -> None:
-    """Continue from what ``strategy_state`` returned; see ``load_strategy``."""
+    """Load a state that ``strategy_state`` returned; see ``load_strategy``."""
     strategy.model.to(strategy.device)
-    plugins = list(_saved(strategy, stateless))
+    plugins = list(_with_adapters(strategy, stateless))
     here, there = [type(plugin).__name__ for plugin, _ in plugins], [name for name, _ in state["plugins"]]
     if here != there:
         raise ValueError(
@@ -134,11 +168,12 @@ def load_strategy_state(
     _load_random_state(state["random"])
 
 
-def _saved(strategy: SupervisedTemplate, stateless: Collection[object]) -> Iterable[tuple[Any, Adapter]]:
-    ours = {id(known) for known in stateless}
+def _with_adapters(strategy: SupervisedTemplate, stateless: Collection[object]) -> Iterable[tuple[Any, Adapter]]:
+    """Yield the plugins that are saved, each with its adapter."""
+    skipped = {id(part) for part in stateless}
     for plugin in strategy.plugins:
         adapter = adapter_of(plugin)
-        if adapter is not None and id(plugin) not in ours:
+        if adapter is not None and id(plugin) not in skipped:
             yield plugin, adapter
 
 
@@ -146,10 +181,10 @@ def _saved(strategy: SupervisedTemplate, stateless: Collection[object]) -> Itera
 
 
 def _optimizer_state(strategy: SupervisedTemplate) -> dict[str, Any]:
-    """The optimizer's own state, and the names of its parameters.
+    """Return the optimizer's state and the names of its parameters.
 
-    An evaluation may have replaced parameters (a head that grew). The optimizer has the old ones until the next
-    training, and Avalanche finds them by ``optimized_param_id``.
+    An evaluation may have replaced parameters, because a head grew. The optimizer keeps the old parameters until the
+    next training. Avalanche finds them by ``optimized_param_id``.
     """
     current = dict(strategy.model.named_parameters())
     known = strategy.optimized_param_id
@@ -158,7 +193,9 @@ def _optimizer_state(strategy: SupervisedTemplate) -> dict[str, Any]:
     try:
         named = [[names[id(parameter)] for parameter in group] for group in groups]
     except KeyError:
-        raise NotResumableError("the optimizer has parameters that do not belong to the model") from None
+        raise NotResumableError(
+            "the state of the optimizer cannot be saved: it has parameters that do not belong to the model"
+        ) from None
     parameters = {**(known or {}), **{names[id(p)]: p for group in groups for p in group}}
     return {
         "groups": named,
@@ -181,7 +218,10 @@ def _load_optimizer_state(strategy: SupervisedTemplate, state: Mapping[str, Any]
     for name, shape in state["replaced"].items():
         now = parameters[name].shape
         if len(shape) != len(now) or any(old not in range(new + 1) for old, new in zip(shape, now, strict=True)):
-            raise ValueError(f"{name} has the shape {tuple(now)} and cannot have been larger before: {tuple(shape)}")
+            raise ValueError(
+                f"the saved optimizer is corrupt: its parameter {name} has the shape {tuple(shape)}, which does not "
+                f"fit into its shape {tuple(now)} in the model"
+            )
         parameters[name] = nn.Parameter(torch.zeros(shape))
     for group, names in zip(optimizer.param_groups, state["groups"], strict=True):
         group["params"] = [parameters[name] for name in names]
@@ -208,8 +248,8 @@ def _random_state() -> dict[str, Any]:
 def _load_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
-    if state["numpy"]["state"]["pos"] not in range(len(key) + 1):  # NumPy would read beyond its memory
-        raise ValueError("the random state of NumPy is damaged")
+    if state["numpy"]["state"]["pos"] not in range(len(key) + 1):  # NumPy would read out of bounds
+        raise ValueError("the random state of NumPy is corrupt")
     np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():

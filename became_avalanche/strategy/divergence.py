@@ -1,4 +1,4 @@
-"""A training that has diverged."""
+"""The error that reports a diverged training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the outputs of a model's layers have moved on given data."""
+"""Measure how far the outputs of a model's layers have moved on given data."""
 
 from __future__ import annotations
 
@@ -22,35 +22,42 @@ from became_avalanche.strategy.heads import task_heads
 def measure_drift(
     before: nn.Module, after: nn.Module, data: Any, *, task_label: int = 0, batch_size: int = 128
 ) -> dict[str, float]:
-    """How far the outputs of each layer have moved: what a gradient projection method promises to keep small.
+    """Return how far the outputs of each layer have moved. Gradient projection methods promise to keep this small.
 
-    Each layer of ``before`` sees its inputs ``x`` on ``data`` in eval mode. The layer of the same name in ``after``
-    gets the same ``x``, and the result is ``‖after(x) − before(x)‖ / ‖before(x)‖``:
+    The model ``before`` is called on ``data`` in eval mode, which gives each layer its inputs ``x``. The layer of the
+    same name in ``after`` is called on the same ``x``. The result is ``‖after(x) − before(x)‖ / ‖before(x)‖``.
 
-        before = deepcopy(strategy.model)
-        strategy.train(benchmark.train_stream[1])
-        print(measure_drift(before, strategy.model, benchmark.train_stream[0]))
+    >>> from copy import deepcopy
+    >>> import torch
+    >>> from became_avalanche import measure_drift
+    >>> before = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2, bias=False))
+    >>> after = deepcopy(before)
+    >>> after[2].weight.data *= 2
+    >>> measure_drift(before, after, torch.randn(8, 3))
+    {'0': 0.0, '2': 1.0}
 
-    A layer is any module with parameters of its own that the model calls, normalisation layers included, outside the
-    heads of single tasks. Of a head that has grown since, the old outputs are compared. Both models are left as they
-    were.
+    A layer is any module that the model calls and that has parameters itself, not only in submodules. Normalisation
+    layers are included, heads of single tasks are not. If a head has grown, only its old outputs are compared. Both
+    models are left as they were.
 
-    :param before: a copy of the model, as ``copy.deepcopy`` makes it.
-    :param after: the model now.
-    :param data: an experience or a dataset of Avalanche, of which eval transforms are used, or a batch of inputs.
-    :param task_label: the task of a batch of inputs, for models that need one.
-    :param batch_size: how many samples pass at a time.
+    :param before: a copy of the model from before the training, made with ``copy.deepcopy``.
+    :param after: the model after the training.
+    :param data: an Avalanche experience or dataset, used with its eval transforms, or a batch of inputs.
+    :param task_label: the task label of a batch of inputs, for models that need one.
+    :param batch_size: number of samples per forward pass.
     :return: relative change by the name of the layer, in the order of the model.
     """
     if before is after:
-        raise ValueError("before and after are the same object; copy the model before the training: deepcopy(model)")
+        raise ValueError(
+            "before and after are the same object; copy the model before the training: before = deepcopy(model)"
+        )
     heads = list(task_heads(before))
     pairs = {
         name: (module, after.get_submodule(name))
         for name, module in before.named_modules()
         if dict(module.named_parameters(recurse=False))
         and not is_below(name, heads)
-        and not isinstance(module, ParametrizationList)  # it computes a weight
+        and not isinstance(module, ParametrizationList)  # computes a weight, not an output
     }
     moved: dict[str, Tensor] = {}
     total: dict[str, Tensor] = {}
@@ -81,7 +88,7 @@ def _ratio(moved: float, total: float) -> float:
 
 
 def _batches(data: Any, task_label: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and their task labels."""
+    """Yield batches of inputs with their task labels."""
     if isinstance(data, Tensor):
         for x in torch.split(data, batch_size):
             yield x, torch.full((len(x),), task_label)
@@ -93,7 +100,7 @@ def _batches(data: Any, task_label: int, batch_size: int) -> Iterator[tuple[Tens
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors of a module's output, however nested."""
+    """Return the floating-point tensors in a module's output, which may be nested."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()

@@ -1,4 +1,4 @@
-"""Models that Avalanche adapts to the experiences: their task heads, and their state with all heads added so far."""
+"""Heads that Avalanche adds to a model or grows during training, and the state of a model with such heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from became_avalanche.layers.model import is_below
 
 
 def growing_heads(model: nn.Module) -> dict[str, nn.Module]:
-    """The heads of the model that Avalanche makes grow with the tasks, by name."""
+    """Return the heads that Avalanche grows with new tasks or classes, by name."""
     heads: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadClassifier | IncrementalClassifier) and not is_below(name, heads):
@@ -24,12 +24,15 @@ def growing_heads(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def task_heads(model: nn.Module) -> dict[str, nn.Module]:
-    """The growing heads with outputs of their own for each task; a single growing head serves all tasks alike."""
+    """Return the growing heads that have separate outputs for each task, by name.
+
+    A single head that grows with the classes is not one of them: it serves all tasks.
+    """
     return {name: head for name, head in growing_heads(model).items() if isinstance(head, MultiHeadClassifier)}
 
 
 def trained_outputs(model: nn.Module, experience: Any) -> dict[str, Tensor]:
-    """Which outputs of the single growing heads an experience trains, True or False, by the name of the weight."""
+    """Return which outputs of each single growing head an experience trains, as a mask by the name of the weight."""
     result = {}
     for name, head in growing_heads(model).items():
         if isinstance(head, IncrementalClassifier):
@@ -41,17 +44,17 @@ def trained_outputs(model: nn.Module, experience: Any) -> dict[str, Tensor]:
 
 
 def refuse_lbfgs_with_growing_heads(strategy: SupervisedTemplate) -> None:
-    """Raise a ValueError if the optimizer cannot take the parameters of the heads to come."""
+    """Raise a ValueError if the optimizer is LBFGS, which cannot train the parameters of heads added later."""
     heads = growing_heads(strategy.model)
     if heads and isinstance(strategy.optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"LBFGS keeps the parameters that it started with, so it cannot train the heads that {next(iter(heads))!r} "
+            f"LBFGS keeps the parameters it was created with, so it cannot train the heads that {next(iter(heads))!r} "
             "adds for new tasks or classes; use another optimizer, or a model whose head does not grow"
         )
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """All parameters and buffers of a model, and what is needed to give a fresh model the same heads."""
+    """Return all parameters and buffers of a model, and what is needed to add the same heads to a fresh model."""
     modules = dict(model.named_modules())
     return {
         "tensors": {name: tensor.detach() for name, tensor in _tensors(model).items()},
@@ -73,12 +76,12 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_model_state(model: nn.Module, state: Mapping[str, Any], experiences: Iterable[Any] = ()) -> None:
-    """Bring a fresh model to a state that ``model_state`` returned; missing heads and units are added.
+    """Load a state that ``model_state`` returned into a fresh model. Missing heads and output units are added.
 
     :param model: a model built in the same way.
     :param state: the state.
-    :param experiences: the experiences that the model has met so far, in order; needed if it has dynamic modules other
-        than Avalanche's heads.
+    :param experiences: the experiences that the model has seen so far, in order. They are needed only if it has dynamic
+        modules other than Avalanche's heads.
     """
     device = next(model.parameters()).device
     heads = growing_heads(model)
@@ -90,8 +93,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], experiences: It
         _add_heads(_module(model, name), labels)
     for name, units in state["units"].items():
         head = _module(model, name)
-        if units != len(state["tensors"][f"{name}.classifier.weight" if name else "classifier.weight"]):
-            raise ValueError(f"the saved model says that the head {name!r} has {units} units, which its weight has not")
+        rows = len(state["tensors"][f"{name}.classifier.weight" if name else "classifier.weight"])
+        if units != rows:
+            raise ValueError(
+                f"the saved model is corrupt: its head {name!r} has {units} units, but its weight has {rows} rows"
+            )
         if head.classifier.out_features != units:
             head.classifier = nn.Linear(head.classifier.in_features, units)
     model.to(device)
@@ -128,7 +134,7 @@ def _module(model: nn.Module, name: str) -> Any:
 
 
 def _add_heads(module: Any, labels: Iterable[str]) -> None:
-    """As ``MultiHeadClassifier.adaptation`` does for new tasks."""
+    """Add the missing heads in the same way as ``MultiHeadClassifier.adaptation``."""
     for label in labels:
         if label not in module.classifiers:
             units = module.starting_out_features
@@ -146,8 +152,8 @@ def _check_same_tensors(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         if there == here or (None not in (there, here) and name not in parameters):
             continue
         raise ValueError(
-            f"in the saved model, {name} {_shape(there)}, in this one it {_shape(here)}; build the "
-            "same model, and if it has dynamic modules of its own, pass the experiences that it has met"
+            f"in the saved model, {name} {_shape(there)}, in this one it {_shape(here)}; build the same model, and "
+            "if it has dynamic modules other than Avalanche's heads, pass the experiences that it has seen"
         )
 
 

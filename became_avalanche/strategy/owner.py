@@ -1,4 +1,4 @@
-"""Which model a memory belongs to."""
+"""Recognise the model that the memory of a plugin belongs to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 _WRAPPERS = ("module", "_orig_mod")
-"""Where ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile`` keep the model that they wrap."""
+"""Attributes in which ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile`` keep the wrapped model."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``."""
+    """Return the model inside ``DataParallel``, ``DistributedDataParallel`` and ``torch.compile``."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return unwrapped(model.module)
     inside = getattr(model, "_orig_mod", None)
@@ -23,9 +23,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def renamed(stored: Iterable[str], names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """What has become of the stored names that are not among ``names``.
+    """Look for the stored names that are not among ``names``: a wrapper may have changed their prefixes.
 
-    :return: the present names of those that differ in the prefixes of wrappers only, and the names that are lacking.
+    :return: the new name of each stored name that differs only by such prefixes, and the stored names that are missing.
     """
     names = set(names)
     by_plain_name = {_plain(name): name for name in names}
@@ -35,7 +35,7 @@ def renamed(stored: Iterable[str], names: Iterable[str]) -> tuple[dict[str, str]
 
 
 def with_names(state: Any, names: Mapping[str, str]) -> Any:
-    """Nested containers with other keys in their dictionaries."""
+    """Return nested containers in which the keys of all dictionaries are replaced as in ``names``."""
     if isinstance(state, dict):
         return {names.get(key, key): with_names(value, names) for key, value in state.items()}
     return type(state)(with_names(value, names) for value in state) if isinstance(state, list | tuple) else state
@@ -43,7 +43,7 @@ def with_names(state: Any, names: Mapping[str, str]) -> Any:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> dict[str, list[float]]:
-    """Length and norm of each parameter, by name."""
+    """Return the length of the first dimension and the norm of each parameter, by name."""
     return {
         name: [len(parameter) if parameter.dim() else 0, float(parameter.double().norm())]
         for name, parameter in model.named_parameters()
@@ -53,7 +53,10 @@ def fingerprint(model: nn.Module) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def has_weights(model: nn.Module, fingerprints: Mapping[str, list[float]]) -> bool:
-    """Whether the model has these parameters with these norms; it may have more of them, and heads may have grown."""
+    """Whether the model has the parameters of a ``fingerprint``, with the same norms.
+
+    It may have more parameters, and parameters may have grown along the first dimension, as those of heads do.
+    """
     parameters = dict(model.named_parameters())
     for name, (length, norm) in fingerprints.items():
         if name not in parameters:

@@ -1,4 +1,4 @@
-"""A pass over data in the middle of a training that leaves no trace on it."""
+"""Passes over data in the middle of a training that do not change the training."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def data_pass(
     train_mode: bool = False,
     shuffle: bool = True,
 ) -> Iterator[Iterator[int]]:
-    """Forward passes over ``dataset``, in random order, with eval transforms, in eval mode.
+    """Run forward passes over ``dataset`` in eval mode, with eval transforms, in random order.
 
-    Each step of the iterator leaves a batch in ``strategy.mbatch`` and the model's answer in ``strategy.mb_output``,
-    so that ``strategy.criterion()`` is its loss, and yields the number of samples in it. Random state, modes and
-    buffers of the modules and the strategy's own batch are as before when the context ends.
+    Each step of the iterator puts a batch into ``strategy.mbatch`` and the model's output into ``strategy.mb_output``,
+    so that ``strategy.criterion()`` returns the loss of the batch. It yields the number of samples in the batch. When
+    the context ends, the random state, the modes and buffers of the modules and the strategy's own batch are restored.
 
-    :param n_samples: how many samples to draw, without replacement; all if None.
-    :param train_mode: put the model into train mode instead.
-    :param shuffle: False for the order of the data; ``n_samples`` are then the first ones.
+    :param n_samples: number of samples to draw, without replacement (default: all).
+    :param train_mode: use train mode instead of eval mode.
+    :param shuffle: False to keep the order of the data; ``n_samples`` then takes the first ones.
     """
     dataset = dataset if _in_eval(dataset) else dataset.eval()
     modes = {module: module.training for module in strategy.model.modules()}
@@ -55,7 +55,7 @@ def data_pass(
             strategy.model.train(train_mode)
             for module in modes:
                 if hasattr(module, "train_classifier") and hasattr(module, "eval_classifier"):
-                    module.training = True  # such models of Avalanche train one classifier and evaluate with another
+                    module.training = True  # models of Avalanche that train one classifier and evaluate another
             yield forward_passes()
         finally:
             for buffer, before in buffers:  # running statistics
@@ -66,7 +66,10 @@ def data_pass(
 
 
 def _in_eval(dataset: AvalancheDataset) -> bool:
-    """Whether ``dataset.eval()`` would be no more than a copy, which has to find out anew where its samples are."""
+    """Whether the dataset already uses its eval transforms.
+
+    If so, ``dataset.eval()`` would only return a copy, which has to index its samples again.
+    """
     data = dataset._flat_data
     groups = {data._transform_groups.current_group, data._frozen_transform_groups.current_group}
     return groups == {"eval"}
@@ -74,7 +77,7 @@ def _in_eval(dataset: AvalancheDataset) -> bool:
 
 @contextmanager
 def kept_random_state(device: str | torch.device) -> Iterator[None]:
-    """A context after which the random states of the CPU and of all devices of this kind are as before."""
+    """Restore the random states of the CPU and of all devices of this kind when the context ends."""
     kind = torch.device(device).type
     devices = range(0 if kind == "cpu" else getattr(torch, kind).device_count())
     with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):
@@ -88,7 +91,10 @@ def mean_gradients(
     n_samples: int | None = None,
     num_workers: int = 0,
 ) -> dict[str, Tensor]:
-    """Gradient of the mean loss over ``n_samples`` of the experience, for those of ``parameters`` that have one."""
+    """Return the gradient of the mean loss over ``n_samples`` samples of the experience.
+
+    Parameters that do not require a gradient, or that the loss does not depend on, are left out.
+    """
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     totals: dict[str, Tensor] = {}
     samples = 0
@@ -104,21 +110,21 @@ def mean_gradients(
 
 
 def mean_loss(strategy: SupervisedTemplate, size: int) -> Tensor:
-    """The mean loss of the present batch of ``size`` samples, also if the strategy's criterion is their sum."""
+    """Return the mean loss of the current batch of ``size`` samples, even if the strategy's criterion is a sum."""
     total: Tensor = strategy.criterion()
     return total / size if getattr(strategy._criterion, "reduction", "mean") == "sum" else total
 
 
 def refuse_empty(strategy: SupervisedTemplate, plugin: object) -> None:
-    """Raise a ValueError if there is nothing to train on: Avalanche would fail with an IndexError without words."""
+    """Raise a ValueError if the experience has no samples. Avalanche would raise an IndexError without a message."""
     if len(strategy.experience.dataset) == 0:
         raise ValueError(
-            f"{type(plugin).__name__} got an experience without a training sample; leave it out of the stream"
+            f"{type(plugin).__name__} got an experience without training samples; remove it from the stream"
         )
 
 
 def refuse_online(strategy: SupervisedTemplate, plugin: object) -> None:
-    """Raise a ValueError on online streams, where an 'experience' is a fragment of a task."""
+    """Raise a ValueError for online streams, in which an experience is only a part of a task."""
     if isinstance(strategy.experience, OnlineCLExperience):
         raise ValueError(
             f"{type(plugin).__name__} works on whole tasks, but got an online stream, which cuts each task into "
@@ -127,6 +133,6 @@ def refuse_online(strategy: SupervisedTemplate, plugin: object) -> None:
 
 
 def experiences_in_training(strategy: SupervisedTemplate) -> list[Any]:
-    """The experiences that the strategy trains on now: all at once under ``JointTraining``, otherwise one."""
+    """Return the experiences that the strategy is training on: all under ``JointTraining``, otherwise one."""
     experiences = strategy._experiences if isinstance(strategy, JointTraining) else [strategy.experience]
     return [experience.logging() for experience in experiences]

@@ -1,7 +1,7 @@
-"""What a plugin may tell the staged training about itself.
+"""Base classes through which a plugin takes part in staged training.
 
 These are abstract base classes rather than structural protocols. A plugin opts in by inheriting from one, and Python
-refuses to construct it if the method is missing or misspelt. A structural check would silently ignore such a plugin.
+refuses to create it if the method is missing or misspelt. A structural check would silently ignore such a plugin.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import nn
 
 
 class StageAware(ABC):
-    """A plugin that wants to know when a stage of the training starts."""
+    """A plugin that is notified when a stage of the training starts."""
 
     @abstractmethod
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """Start a training anew. Optimizer, schedules, early stopping and clock have already been restarted.
+        """Reset the plugin for a new stage. Optimizer, schedules, early stopping and clock have already been reset.
 
-        Only plugins that train in stages (``StagedPlugin``) call this, also for the first stage. Without such a plugin
-        in the list, ``before_training_exp`` is the only start of a training.
+        A ``StagedPlugin`` calls this at the start of each stage, including the first one. If the strategy has no
+        ``StagedPlugin``, it is never called, and only ``before_training_exp`` marks the start of a training.
 
         :param strategy: the strategy.
         :param stage: number of the stage, counted from 1 in each experience.
@@ -29,30 +29,31 @@ class StageAware(ABC):
 
 
 class OwnsParameters(ABC):
-    """A plugin that trains parameters of its own beside those of the model.
+    """A plugin that trains its own parameters in addition to those of the model.
 
     They are saved, restored and merged together with the weights of the model.
     """
 
     @abstractmethod
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters in training now, by names such as ``TRGP:features.0.weight.1``, with a colon.
+        """Return the parameters that are currently trained, by names such as ``TRGP:features.0.weight.1``.
 
-        The colon tells them from those of a model. Other plugins must not use the same names.
+        Each name contains a colon, which distinguishes it from names of the model's parameters. No two plugins may use
+        the same name.
         """
 
 
 class Suspendable(ABC):
-    """A plugin that constrains the training and can be told to let go for a while, as for the free stage of BECAME."""
+    """A plugin that constrains the training and can be suspended, as in the free stage of BECAME."""
 
     @abstractmethod
     def suspended(self) -> AbstractContextManager[None]:
-        """A context in which the plugin constrains nothing."""
+        """Return a context in which the plugin does not constrain the training."""
 
 
 class RestoresBest(ABC):
-    """A plugin that goes back to the best weights at the end of a stage, and can be told to stay at the last ones."""
+    """A plugin that restores the best weights at the end of a stage, and can be told to keep the last ones instead."""
 
     @abstractmethod
     def keeping_last(self) -> AbstractContextManager[None]:
-        """A context in which a stage ends with the weights of its last step."""
+        """Return a context in which a stage ends with the weights of its last step."""

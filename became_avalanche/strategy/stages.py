@@ -1,4 +1,4 @@
-"""Training one experience in several stages, each of which starts as a plain Avalanche training would."""
+"""Train one experience in several stages, each of which starts like an ordinary Avalanche training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from became_avalanche.strategy.tasks import TaskPlugin, continues
 
 
 class StagedPlugin(TaskPlugin, ABC):
-    """Trains each experience in stages: it replaces the strategy's ``_train_exp`` for one call.
+    """Trains each experience in stages, by replacing the strategy's ``_train_exp`` for one call.
 
-    All other plugins see one experience. Their ``after_training_exp`` runs once, after the last stage, whatever the
-    order of the list. Plugins that are ``StageAware`` are called at the start of each stage, when everything else has
-    been restarted.
+    All other plugins see a single experience. Their ``after_training_exp`` runs once, after the last stage, for any
+    order of the plugins. Plugins that are ``StageAware`` are notified at the start of each stage, after the optimizer,
+    schedules, early stopping and clock have been reset.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("t",)
@@ -30,7 +30,7 @@ class StagedPlugin(TaskPlugin, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.t = 0
-        """Tasks learned."""
+        """Number of tasks learned."""
         self._task_is_open = False
         self._stage = 1
 
@@ -39,36 +39,36 @@ class StagedPlugin(TaskPlugin, ABC):
         self._task_is_open = False
 
     def stages(self, strategy: SupervisedTemplate) -> bool:
-        """Whether this plugin stages the training, or leaves it to another one in the list."""
+        """Whether this plugin trains in stages. If False, it leaves this to another plugin of the strategy."""
         return True
 
     def on_task_start(self, strategy: SupervisedTemplate) -> None:
-        """Called when the training of a task begins, before its first stage; by default nothing happens."""
+        """Called before the first stage of a task. Does nothing by default."""
 
     @abstractmethod
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
-        """Train the experience: ``run(1)``, ``run(2)``, ... train it once each, from the weights as they are."""
+        """Train the experience. Each call of ``run(1)``, ``run(2)``, ... trains one stage from the current weights."""
 
     def before_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         super().before_training(strategy, **kwargs)
         staged = [p for p in strategy.plugins if isinstance(p, StagedPlugin) and p.stages(strategy)]
         if len(staged) > 1:
             names = " and ".join(type(plugin).__name__ for plugin in staged)
-            raise ValueError(f"only one plugin can train an experience in stages; got {names}: keep one of them")
+            raise ValueError(f"only one plugin can train an experience in stages; got {names}: keep only one of them")
         if not hasattr(strategy, "_train_exp"):
             raise TypeError(
-                f"{type(self).__name__} cannot train {type(strategy).__name__} in stages: it has no _train_exp as the "
-                "strategies of avalanche-lib 0.6 have"
+                f"{type(self).__name__} cannot train {type(strategy).__name__} in stages: it has no method _train_exp, "
+                "which the strategies of avalanche-lib 0.6 have"
             )
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if not self.stages(strategy):
             return
-        vars(strategy).pop("_train_exp", None)  # left over if another plugin failed right after this callback
+        vars(strategy).pop("_train_exp", None)  # still there if another plugin failed right after this callback
         train_exp = strategy._train_exp
 
         def train_in_stages(experience: Any, eval_streams: Any = None, **kwargs: Any) -> None:
-            vars(strategy).pop("_train_exp", None)  # one shot: neither nested, nor pickled, nor left behind
+            vars(strategy).pop("_train_exp", None)  # used once, so that it is never nested, pickled or left behind
             controls = _Controls(strategy)
 
             def run(stage: int) -> None:
@@ -81,7 +81,7 @@ class StagedPlugin(TaskPlugin, ABC):
                 if stage > 1:
                     controls.evaluate()
                 train_exp(experience, [], **kwargs)
-                strategy._stop_training = False  # a stop in the last epoch would skip whatever comes next
+                strategy._stop_training = False  # otherwise a stop in the last epoch would skip the next stage
 
             if not self._task_is_open:
                 self.on_task_start(strategy)
@@ -95,13 +95,13 @@ class StagedPlugin(TaskPlugin, ABC):
         strategy._train_exp = train_in_stages
 
     def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        """Tell the loggers the stage of each epoch, since epochs are counted anew in each stage."""
+        """Log the stage of each epoch, because the count of epochs restarts in each stage."""
         if self.stages(strategy):
             publish(self, strategy, "Stage", self._stage)
 
 
 class _Controls:
-    """Optimizer options, schedules and stopping as they were before the first stage."""
+    """The optimizer's options and the schedules from before the first stage, to restart from them."""
 
     def __init__(self, strategy: SupervisedTemplate) -> None:
         self.strategy = strategy
@@ -110,7 +110,7 @@ class _Controls:
         self.groups = deepcopy([_options(group) for group in strategy.optimizer.param_groups])
 
     def restart(self) -> None:
-        """Put optimizer, schedules, stopping and clock back to where they were, at the weights as they are now."""
+        """Reset optimizer, schedules, early stopping and clock. The weights stay as they are."""
         strategy = self.strategy
         strategy.make_optimizer(reset_optimizer_state=True)
         for group, options in zip(strategy.optimizer.param_groups, self.groups, strict=True):
@@ -125,7 +125,7 @@ class _Controls:
         strategy.model.train()
 
     def evaluate(self) -> None:
-        """The evaluation that Avalanche starts a training with: early stopping compares with the last one."""
+        """Evaluate, as Avalanche does at the start of a training: early stopping compares with the last evaluation."""
         for plugin in self.strategy.plugins:
             if isinstance(plugin, PeriodicEval):
                 plugin.before_training(self.strategy)
@@ -133,7 +133,7 @@ class _Controls:
 
 @contextmanager
 def projections_suspended(strategy: SupervisedTemplate) -> Iterator[None]:
-    """A context in which no plugin that is ``Suspendable`` constrains the training."""
+    """Suspend all plugins that are ``Suspendable`` until the context ends."""
     with ExitStack() as suspensions:
         for plugin in strategy.plugins:
             if isinstance(plugin, Suspendable):
@@ -153,9 +153,9 @@ def publish(origin: object, strategy: SupervisedTemplate, name: str, value: floa
 
 
 def finish_merge(strategy: SupervisedTemplate) -> None:
-    """Put the rest of the strategy in order after the weights have been merged."""
+    """Reset the optimizer after a merge and request a final evaluation."""
     strategy.make_optimizer(reset_optimizer_state=True)  # its state belongs to the last stage
     for plugin in strategy.plugins:
         if isinstance(plugin, PeriodicEval):
-            # the evaluation in the last epoch saw the last stage, not the merge
+            # the evaluation after the last epoch was of the last stage, not of the merged model
             plugin.do_final = plugin.eval_every > -1

@@ -1,4 +1,4 @@
-"""State of plugins that outlives an experience."""
+"""Plugins with state that lasts from one experience to the next."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from became_avalanche.strategy.owner import fingerprint, has_weights, renamed, u
 
 
 def _let_dill_find_optimizers() -> None:
-    """Put the submodules that ``torch.optim`` removes from its namespace back into it.
+    """Add the submodules that ``torch.optim`` removes from its namespace again.
 
-    Without them dill, with which Avalanche's ``save_checkpoint`` pickles a strategy, fails on every optimizer.
+    Without them dill, which Avalanche's ``save_checkpoint`` uses, cannot pickle any optimizer.
     """
     for name, module in list(sys.modules.items()):
         parent, _, leaf = name.rpartition(".")
@@ -40,12 +40,12 @@ VERSION = 1
 class StatefulPlugin(SupervisedPlugin):
     """A plugin whose state can be saved and loaded between experiences, by ``save_strategy`` and ``load_strategy``.
 
-    A subclass names its attributes that later experiences depend on in ``STATE``. Their values are tensors, plain
+    A subclass lists in ``STATE`` its attributes that later experiences depend on. Their values are tensors, plain
     values, and dictionaries, lists and tuples of these.
 
-    The state belongs to one model. A plugin with a state refuses to go on with another model; ``reset`` makes it forget
-    the first one. A model is the same if it is the same object, if it is a wrapper of it (``DataParallel``,
-    ``torch.compile``), or if it has the same weights, as a copied or a reloaded one.
+    The state belongs to one model. Training or evaluating another model with it raises a ValueError; call ``reset``
+    first. A model counts as the same if it is the same object, wraps it (``DataParallel``, ``torch.compile``), or has
+    the same weights, as after copying or reloading.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
@@ -54,7 +54,7 @@ class StatefulPlugin(SupervisedPlugin):
     def __init__(self) -> None:
         super().__init__()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Wall-clock seconds since the plugin was made, by what it did: "memory", "fisher" or "merge".
+        """Wall-clock seconds that the plugin has spent so far, by activity: "memory", "fisher" or "merge".
 
         They are not part of the state.
         """
@@ -64,7 +64,7 @@ class StatefulPlugin(SupervisedPlugin):
 
     @contextmanager
     def timed(self, task: str) -> Iterator[None]:
-        """A context whose duration is added to ``seconds[task]``."""
+        """Add the duration of the context to ``seconds[task]``."""
         start = perf_counter()
         try:
             yield
@@ -72,14 +72,14 @@ class StatefulPlugin(SupervisedPlugin):
             self.seconds[task] += perf_counter() - start
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later experiences depend on, as tensors and plain values."""
+        """Return everything that later experiences depend on, as tensors and plain values."""
         about = {"kind": type(self).__name__, "version": VERSION, "weights": dict(self._weights)}
         return {**about, **{key: _copied(getattr(self, key)) for key in self.STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that ``state_dict`` returned.
+        """Load a state that ``state_dict`` returned.
 
-        A state that was written before states had a kind is accepted if it has the right keys.
+        States of early versions of this package do not name their kind. They are accepted if they have the right keys.
         """
         kind, version = state.get("kind", type(self).__name__), state.get("version", 0)
         if kind != type(self).__name__:
@@ -101,21 +101,21 @@ class StatefulPlugin(SupervisedPlugin):
         self._owner, self._weights = None, dict(state.get("weights", {}))
 
     def reset(self) -> None:
-        """Forget everything, as if newly made: for a run with another model."""
+        """Forget everything, as if newly created, for a run with another model."""
         for key, value in (self._initial or {}).items():
             setattr(self, key, _copied(value))
         self._owner, self._weights = None, {}
 
     def memory_bytes(self) -> int:
-        """Bytes of all tensors that the method holds between experiences."""
+        """Return the size in bytes of all tensors that the plugin keeps between experiences."""
         return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.state_dict()))
 
     def remembered(self) -> Collection[str]:
-        """The names of the parameters that the state says something about; a model that lacks one is refused."""
+        """Return the names of the parameters that the state refers to. A model must have all of them."""
         return ()
 
     def is_new(self) -> bool:
-        """Whether the state is that of a newly made plugin."""
+        """Whether the state is that of a newly created plugin."""
         self._note_initial_state()
         return _equal({key: getattr(self, key) for key in self.STATE if hasattr(self, key)}, self._initial)
 
@@ -126,8 +126,8 @@ class StatefulPlugin(SupervisedPlugin):
         self._recognise(strategy.model)
         if known and self._weights and not has_weights(strategy.model, self._weights):
             warnings.warn(
-                f"the weights of the model are not those that {type(self).__name__} left at the end of the last "
-                "training: what it remembers belongs to other weights",
+                f"the weights of the model have changed since the last training with {type(self).__name__}, so its "
+                "memory belongs to other weights: restore the weights, or call reset() to start from scratch",
                 stacklevel=2,
             )
 
@@ -140,7 +140,7 @@ class StatefulPlugin(SupervisedPlugin):
     # ----------------------------------------------------------------------------------------------------- details
 
     def _recognise(self, model: nn.Module) -> None:
-        """Raise a ValueError if the state belongs to another model. Follow parameters that a wrapper has renamed."""
+        """Raise a ValueError if the state belongs to another model. Rename parameters that a wrapper has renamed."""
         plain = unwrapped(model)
         same = self._owner is not None and self._owner() is plain
         if not self.is_new():
@@ -150,13 +150,13 @@ class StatefulPlugin(SupervisedPlugin):
             alike = same or has_weights(model, weights)
             if not alike and self._owner is not None:
                 raise ValueError(
-                    f"the memory of this {type(self).__name__} belongs to another model: make a new plugin for each "
-                    "model, or call its reset() first"
+                    f"the memory of this {type(self).__name__} belongs to another model: create a new plugin for "
+                    "each model, or call reset() first"
                 )
             if lacking := [name for name in stored if name in missing]:
                 raise ValueError(
-                    f"{type(self).__name__} remembers {', '.join(lacking)}, which the model lacks: its parameters have "
-                    "other names, or it is another model; call reset() to start anew"
+                    f"{type(self).__name__} remembers {', '.join(lacking)}, which the model lacks: its parameters were "
+                    "renamed, or it is another model; call reset() to start from scratch"
                 )
             if not alike:
                 warnings.warn(
@@ -176,19 +176,19 @@ class StatefulPlugin(SupervisedPlugin):
             self._initial = {key: _copied(getattr(self, key)) for key in self.STATE if hasattr(self, key)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles find their model by its weights."""
+        """Leave out the reference to the model: copies and pickles recognise their model by its weights."""
         return {**vars(self), "_owner": None}
 
 
 def _copied(state: Any) -> Any:
-    """New nested containers with the same values."""
+    """Copy nested containers. The values inside are not copied."""
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
     return type(state)(map(_copied, state)) if isinstance(state, list | tuple) else state
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers."""
+    """Yield all tensors in nested containers."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict | list | tuple):

@@ -1,7 +1,7 @@
-"""One file for nested tensors and plain values, which executes nothing when it is read.
+"""Read and write nested tensors and plain values as one file. Reading it executes no code.
 
-It is a safetensors file. The tensors are stored as such. The structure around them, with all plain values, is JSON in
-the metadata, next to the kind of the file, the version of the format and a checksum over the whole file.
+It is a safetensors file. Its metadata hold the nested structure with all plain values as JSON, the kind of the file,
+the version of the format and a checksum over the whole file.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 from became_avalanche.files import read_file, write_atomically
 
 SCHEMA = 1
-"""Version of the format. Raise it with every change that an older reader would misunderstand."""
+"""Version of the format. Raise it with every change that an older version of the package would misread."""
 
 _UNSIGNED = "0" * 64
-"""Stands in the place of the checksum while it is computed."""
+"""Placeholder for the checksum while it is computed."""
 
 
 class StateFileError(ValueError):
-    """A state file that cannot be read: missing, damaged, of another kind or of a newer version."""
+    """Raised if a state file cannot be read: it is missing, corrupt, of another kind or of a newer version."""
 
 
 def write_state(path: str | PathLike[str], state: Mapping[Any, Any], *, kind: str) -> None:
-    """Write a state completely or not at all.
+    """Write a state to a file, completely or not at all.
 
     :param path: the file; an existing one is replaced.
     :param state: nested dictionaries, lists and tuples of tensors, None, bool, int, float and str. The keys of
@@ -48,10 +48,10 @@ def write_state(path: str | PathLike[str], state: Mapping[Any, Any], *, kind: st
 
 
 def read_state(path: str | PathLike[str], *, kind: str) -> dict[Any, Any]:
-    """The state in a file that ``write_state`` has written. Tensors are on the CPU.
+    """Read a state that ``write_state`` has written. Tensors are on the CPU.
 
     :param path: the file.
-    :param kind: what the file should hold.
+    :param kind: what the file must hold.
     """
     try:
         data = read_file(path)
@@ -60,7 +60,7 @@ def read_state(path: str | PathLike[str], *, kind: str) -> dict[Any, Any]:
     metadata = _metadata(data, path)
     checksum = metadata["sha256"]
     if sha256(_with_checksum(data, checksum, _UNSIGNED)).hexdigest() != checksum:
-        raise StateFileError(f"{path} is damaged: its content does not match its checksum")
+        raise StateFileError(f"{path} is corrupt: its content does not match its checksum")
     if metadata["schema"] not in map(str, range(SCHEMA + 1)):
         raise StateFileError(
             f"{path} has schema version {metadata['schema']}, and this version of became-avalanche reads up to "
@@ -71,14 +71,14 @@ def read_state(path: str | PathLike[str], *, kind: str) -> dict[Any, Any]:
     try:
         state = _decoded(json.loads(metadata["content"]), load(data))
     except (SafetensorError, ValueError, LookupError, TypeError, OverflowError, RecursionError, RuntimeError) as error:
-        raise StateFileError(f"{path} is damaged: {error}") from error
+        raise StateFileError(f"{path} is corrupt: {error}") from error
     if not isinstance(state, dict):
-        raise StateFileError(f"{path} is damaged: it holds a {type(state).__name__} instead of a dict")
+        raise StateFileError(f"{path} is corrupt: it holds a {type(state).__name__} instead of a dict")
     return state
 
 
 def _metadata(data: bytes, path: str | PathLike[str]) -> dict[str, str]:
-    """The metadata in the header of a safetensors file: eight bytes with the length of the header, then JSON."""
+    """Return the metadata of a safetensors file. Its first eight bytes are the length of a JSON header."""
     size = int.from_bytes(data[:8], "little")
     try:
         header = json.loads(data[8 : 8 + size])
@@ -89,22 +89,26 @@ def _metadata(data: bytes, path: str | PathLike[str]) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         texts = False
     if not texts:
-        raise StateFileError(f"{path} is not a state file, or it is truncated or damaged")
+        raise StateFileError(f"{path} is not a state file, or it is truncated or corrupt")
     if missing:
         raise StateFileError(f"{path} is not a state file: its metadata lacks {', '.join(sorted(missing))}")
     expected = 8 + size + max(ends, default=0)
     if len(data) != expected:
-        raise StateFileError(f"{path} is truncated or damaged: it has {len(data)} bytes instead of {expected}")
+        raise StateFileError(f"{path} is truncated or corrupt: it has {len(data)} bytes instead of {expected}")
     return metadata
 
 
 def _with_checksum(data: bytes, old: str, new: str) -> bytes:
-    # Quotes inside of values are escaped, so the first match is the entry of the metadata.
+    # quotes inside values are escaped, so the first match is the entry of the metadata
     return data.replace(f'"sha256":"{old}"'.encode(), f'"sha256":"{new}"'.encode(), 1)
 
 
 def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """Plain values as they are; containers and tensors as JSON lists that begin with what they are."""
+    """Return plain values unchanged, and containers and tensors as JSON lists that start with their type.
+
+    :param tensors: the list to which tensors are appended.
+    :param where: where the value is in the state, for error messages.
+    """
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu().clone(memory_format=torch.contiguous_format))
         return ["tensor", len(tensors) - 1, _strides(value)]
@@ -125,7 +129,7 @@ def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def _strides(tensor: Tensor) -> list[int] | None:
-    """The strides of a tensor, since products round differently in another layout.
+    """Return the strides of a tensor. They are kept because products round differently in another layout.
 
     None if it is contiguous, if its elements share memory, as after ``expand``, or if there are wide gaps between them.
     """
@@ -134,8 +138,8 @@ def _strides(tensor: Tensor) -> list[int] | None:
 
 
 def _is_compact(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements with these strides share no memory, and need at most four times as much as without gaps."""
-    span = 1  # of the dimensions so far, in elements
+    """Whether elements with these strides share no memory and take at most four times the memory of contiguous ones."""
+    span = 1  # extent of the dimensions so far, in elements
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
             if stride < span:
@@ -151,7 +155,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if tag == "tensor":
         tensor, strides = tensors[str(items[0])], items[1]
         if strides is None or not _is_compact(tensor.shape, strides):
-            return tensor.clone()  # in memory of its own
+            return tensor.clone()  # so that each tensor has separate memory
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
     if tag == "dict":
         return {key: _decoded(item, tensors) for key, item in items}

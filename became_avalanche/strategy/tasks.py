@@ -18,14 +18,14 @@ from became_avalanche.strategy.state import StatefulPlugin
 class TaskPlugin(StatefulPlugin):
     """A plugin for which each experience is a new task.
 
-    To train one task in several calls, pass ``task_continues=True`` to all of them but the last:
+    To train one task in several calls of ``train``, pass ``task_continues=True`` to all calls except the last:
 
         strategy.train(experience, task_continues=True)
         strategy.train(experience)
     """
 
     needs_loss: ClassVar[bool] = False
-    """Whether the plugin computes the strategy's loss in passes of its own."""
+    """Whether the plugin computes the strategy's loss in its own passes over the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class TaskPlugin(StatefulPlugin):
         self._continues = self._began = False
 
     def reset(self) -> None:
-        """Forget everything, as if newly made: for a run with another model."""
+        """Forget everything, as if newly created, for a run with another model."""
         super().reset()
         self._trained, self._in_training, self._broken_off = [], [], []
         self._continues = self._began = False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         super().load_state_dict(state)
         self._began = True
 
@@ -54,14 +54,14 @@ class TaskPlugin(StatefulPlugin):
         refuse_online(strategy, self)
         refuse_empty(strategy, self)
         refuse_lbfgs_with_growing_heads(strategy)
-        self._refuse_hosts(strategy)
+        self._check_strategy(strategy)
         self._trained += self._in_training
         self._in_training = [_identity(experience) for experience in experiences_in_training(strategy)]
         earlier = strategy.clock.train_exp_counter
         if earlier > 0 and not self._began and self.is_new():
             warnings.warn(
-                f"{type(self).__name__} joins after {earlier} experiences: what the model has learned so far is not "
-                "protected",
+                f"{type(self).__name__} was added after {earlier} experiences: what the model has learned before is "
+                "not protected",
                 stacklevel=2,
             )
         if self is next(plugin for plugin in strategy.plugins if isinstance(plugin, TaskPlugin)):
@@ -79,32 +79,32 @@ class TaskPlugin(StatefulPlugin):
             if identity in self._trained and not self._continues:
                 warnings.warn(
                     f"{_name(identity)} is trained again and counts as a new task; to train one task in several calls, "
-                    "pass task_continues=True to all calls of train() but the last",
+                    "pass task_continues=True to all calls of train() except the last",
                     stacklevel=3,
                 )
         for identity in self._broken_off:
             if identity not in self._in_training:
                 warnings.warn(
-                    f"the training of {_name(identity)} was broken off: that task is not in the memory, and is not "
+                    f"the training of {_name(identity)} was interrupted: this task is not in the memory and is not "
                     "protected",
                     stacklevel=3,
                 )
 
-    def _refuse_hosts(self, strategy: SupervisedTemplate) -> None:
-        """Raise a ValueError if what this plugin does makes no sense under this strategy."""
+    def _check_strategy(self, strategy: SupervisedTemplate) -> None:
+        """Raise a ValueError if this plugin cannot work with this strategy."""
         own, host = type(self).__name__, type(strategy).__name__
         if strategy.optimizer is None:
-            raise ValueError(f"{own} works on the steps of an optimizer, and {host} has none: leave the plugin out")
+            raise ValueError(f"{own} needs an optimizer, and {host} has none: remove the plugin")
         if self.needs_loss and isinstance(strategy, ICaRL | SCR):
             raise ValueError(
-                f"{own} needs the loss of single batches, and that of {host} depends on more than a batch: leave the "
-                "plugin out, or use one that needs no loss, such as GPMPlugin"
+                f"{own} needs the loss of each batch, and the loss of {host} depends on more than the batch: remove "
+                "the plugin, or use one that needs no loss, such as GPMPlugin"
             )
         for plugin in strategy.plugins:
             if isinstance(plugin, GDumbPlugin | FromScratchTrainingPlugin):
                 raise ValueError(
                     f"{own} keeps what earlier tasks have learned, but {type(plugin).__name__} starts each task with "
-                    "fresh weights: leave out one of them"
+                    "fresh weights: remove one of them"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,16 +112,16 @@ class TaskPlugin(StatefulPlugin):
 
 
 def continues(options: dict[str, Any]) -> bool:
-    """Whether the caller of ``train`` has said that the task goes on in the next call."""
+    """Whether ``train`` was called with ``task_continues=True``: the next call trains the same task."""
     return bool(options.get("task_continues", False))
 
 
 def _identity(experience: Any) -> tuple[Any, str, int]:
-    """What tells an experience from others: a stream makes a new object of the same experience whenever it is asked."""
+    """Return a key that identifies an experience. A stream creates a new object for it at each access."""
     stream = experience._origin_stream
     benchmark = getattr(stream, "benchmark", None)
-    home = ref(experience.dataset if benchmark is None else benchmark)
-    return home, getattr(stream, "name", "train"), experience.current_experience
+    source = ref(experience.dataset if benchmark is None else benchmark)
+    return source, getattr(stream, "name", "train"), experience.current_experience
 
 
 def _name(identity: tuple[Any, str, int]) -> str:

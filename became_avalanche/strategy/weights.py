@@ -1,4 +1,4 @@
-"""The weights that a training changes: those of the model, and those of plugins that are ``OwnsParameters``."""
+"""The weights that training changes: those of the model and of plugins that are ``OwnsParameters``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from became_avalanche.strategy.protocols import OwnsParameters
 
 
 def snapshot(strategy: SupervisedTemplate) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers, by name."""
+    """Return copies of all parameters and buffers, by name."""
     return {name: tensor.clone() for name, tensor in _live(strategy).items()}
 
 
@@ -22,7 +22,7 @@ def snapshot(strategy: SupervisedTemplate) -> dict[str, Tensor]:
 def restore(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> None:
     """Copy ``weights`` into the strategy in place, so that the optimizer and the schedules keep their parameters.
 
-    Weights that are not named, such as heads that an evaluation has added, stay as they are.
+    Weights of the strategy that ``weights`` lacks, such as heads that an evaluation has added, stay as they are.
     """
     for name, tensor in _live(strategy).items():
         if name in weights:
@@ -31,7 +31,7 @@ def restore(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> None
 
 @contextmanager
 def back_to(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context that ends with these weights if it fails or is interrupted."""
+    """Restore these weights if an exception, such as KeyboardInterrupt, leaves the context."""
     try:
         yield
     except BaseException:
@@ -42,11 +42,11 @@ def back_to(strategy: SupervisedTemplate, weights: Mapping[str, Tensor]) -> Iter
 def interpolate(
     base: Mapping[str, Tensor], candidate: Mapping[str, Tensor], coefficient: float | Mapping[str, Tensor], rest: float
 ) -> dict[str, Tensor]:
-    """``base + coefficient * (candidate − base)``. Integer tensors, which are counters, are those of ``candidate``.
+    """Return ``base + coefficient * (candidate − base)``. Integer tensors (counters) are taken from ``candidate``.
 
     :param base: weights by name.
     :param candidate: weights by name.
-    :param coefficient: one for all, or by name.
+    :param coefficient: one number for all tensors, or a tensor for each, by name.
     :param rest: the coefficient of tensors that ``coefficient`` does not name (running statistics).
     """
     by_name = coefficient if isinstance(coefficient, Mapping) else {}
@@ -59,7 +59,7 @@ def interpolate(
 
 
 def trainable(strategy: SupervisedTemplate) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, by name."""
+    """Return the parameters that require a gradient, by name."""
     named = chain(strategy.model.named_parameters(), _own_parameters(strategy))
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -70,8 +70,8 @@ def _live(strategy: SupervisedTemplate) -> dict[str, Tensor]:
     lazy = [name for name, tensor in named.items() if nn.parameter.is_lazy(tensor)]
     if lazy:
         raise ValueError(
-            f"{', '.join(lazy)} have no shape yet, since lazy modules get theirs from the first batch; call the model "
-            "once on a batch before you make the optimizer"
+            f"{', '.join(lazy)} have no shape yet, because lazy modules get their shape from the first batch; call "
+            "the model once on a batch before you create the optimizer"
         )
     return {name: tensor.detach() for name, tensor in named.items()}
 

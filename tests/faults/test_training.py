@@ -163,7 +163,7 @@ def test_an_empty_experience_is_refused(method):
     benchmark = with_tasks(first, (second[0][:0], second[1][:0]))
     strategy = naive(mlp(), plugins)
     strategy.train(benchmark.train_stream[0])
-    with pytest.raises(ValueError, match="got an experience without a training sample; leave it out of the stream"):
+    with pytest.raises(ValueError, match="got an experience without training samples; remove it from the stream"):
         strategy.train(benchmark.train_stream[1])
 
 

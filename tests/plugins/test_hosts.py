@@ -84,7 +84,7 @@ def test_features_stay_protected_under(host, method):
 def test_what_needs_a_loss_is_refused_under(host, method):
     strategy = HOSTS[host]([method()])
     with pytest.raises(
-        ValueError, match=rf"{method.__name__} needs the loss of single batches, and that of {type(strategy).__name__}"
+        ValueError, match=rf"{method.__name__} needs the loss of each batch, and the loss of {type(strategy).__name__}"
     ):
         strategy.train(classes().train_stream[0])
 
@@ -100,5 +100,5 @@ def test_a_host_without_an_optimizer_is_refused(method):
         plugins=[method()],
         **options(),
     )
-    with pytest.raises(ValueError, match=r"works on the steps of an optimizer, and StreamingLDA has none"):
+    with pytest.raises(ValueError, match=r"needs an optimizer, and StreamingLDA has none"):
         strategy.train(classes().train_stream[0])

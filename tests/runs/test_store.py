@@ -179,8 +179,8 @@ def of_another_version(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncated, "truncated or damaged"),
-        (flipped, "damaged"),
+        (truncated, "truncated or corrupt"),
+        (flipped, "corrupt"),
         (empty, "not a state file"),
         (foreign, "not a state file"),
         (of_another_kind, "a state of the kind 'endpoints', not 'checkpoint'"),
@@ -355,7 +355,7 @@ def test_the_specification_of_a_folder_can_be_read(whole):
 def test_a_finished_record_is_never_overwritten(whole):
     record = whole.find(SPEC)
     before = contents(whole.root)
-    with pytest.raises(StoreError, match="is finished and is not overwritten"):
+    with pytest.raises(StoreError, match="belongs to a finished run and is not overwritten"):
         whole.folder(SPEC).save_record(record)
     assert contents(whole.root) == before
 
