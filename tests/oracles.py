@@ -1,4 +1,4 @@
-"""Slow, obvious versions of what the package computes, written straight from the formulas in float64 numpy.
+"""Slow, obvious versions of the computations of the package, written straight from the formulas in float64 numpy.
 
 Nothing here imports the package.
 """
@@ -41,7 +41,7 @@ def gpm_first(a, threshold, strictly_below=False):
 
 
 def gpm_later(u, a, threshold):
-    """Basis after a later task: the vectors of the residual that the energy still lacks."""
+    """Basis after a later task: add singular vectors of the residual until the threshold is reached."""
     residual = a - u @ (u.T @ a)
     vectors, s, _ = np.linalg.svd(residual, full_matrices=False)
     total = np.sum(a**2)
@@ -56,20 +56,20 @@ def gpm_later(u, a, threshold):
 
 
 def phi(s, alpha):
-    """SGP's and GPCNS's importance of strengths, one by one."""
+    """Importance in SGP and GPCNS, one singular value at a time."""
     return np.array([(alpha + 1) * value / (alpha * value + max(s)) for value in s])
 
 
 def sgp_later(u, importance, a, threshold, alpha):
-    """Basis and importances after a later task, with the strengths of old vectors from a second SVD, as published."""
+    """Basis and importances after a later task. The magnitudes of old vectors come from a second SVD, as published."""
     new = gpm_later(u, a, threshold)
     inside, s, _ = np.linalg.svd(u @ (u.T @ a), full_matrices=False)
     overlap = (u.T @ inside) ** 2
-    old_strengths = np.sqrt(overlap @ s**2)
+    old_magnitudes = np.sqrt(overlap @ s**2)
     residual = a - u @ (u.T @ a)
-    new_strengths = np.linalg.svd(residual, compute_uv=False)[: new.shape[1] - u.shape[1]]
-    now = phi(np.concatenate([old_strengths, new_strengths]), alpha)
-    return new, np.minimum(1, now + np.concatenate([importance, np.zeros(len(new_strengths))]))
+    new_magnitudes = np.linalg.svd(residual, compute_uv=False)[: new.shape[1] - u.shape[1]]
+    now = phi(np.concatenate([old_magnitudes, new_magnitudes]), alpha)
+    return new, np.minimum(1, now + np.concatenate([importance, np.zeros(len(new_magnitudes))]))
 
 
 def trgp_later(u, a, threshold, slip=False):
@@ -91,14 +91,14 @@ def trgp_later(u, a, threshold, slip=False):
 
 
 def leading(s, threshold, below):
-    """How many leading singular values reach the threshold of their sum, or stay below it."""
+    """Number of leading singular values that reach the fraction ``threshold`` of their sum, or stay below it."""
     fraction = np.cumsum(s) / np.sum(s)
     k = int(np.sum(fraction < threshold))
     return k if below else min(k + 1, len(s))
 
 
 def gpcns(gradients, thresholds, alpha, below=False):
-    """The matrix N diag(importance) Nᵀ after the tasks with ``gradients`` (o, d), from the published stacks."""
+    """The matrix N diag(importance) Nᵀ after tasks with ``gradients`` (o, d), from stacked matrices as published."""
     spaces = []
     for t, threshold in enumerate(thresholds):
         _, s, vt = np.linalg.svd(np.vstack(gradients[: t + 1]), full_matrices=False)
@@ -110,7 +110,7 @@ def gpcns(gradients, thresholds, alpha, below=False):
 
 
 def nscl_null_space(c, a, floor):
-    """V₂ V₂ᵀ: the eigenvectors with eigenvalues up to ``a`` times the smallest, which is at least the floor."""
+    """V₂ V₂ᵀ of the eigenvectors with eigenvalues up to ``a`` times the smallest, which is at least floor x largest."""
     values, vectors = np.linalg.eigh(c)
     values = np.maximum(values, 0)
     null = vectors[:, values <= a * max(values.min(), floor * values.max())]
@@ -118,7 +118,7 @@ def nscl_null_space(c, a, floor):
 
 
 def owm(columns, alpha):
-    """The published recursion, one input at a time."""
+    """The published recursion of OWM, one input at a time."""
     p = np.eye(len(columns))
     for x in columns.T:
         k = p @ x
@@ -127,7 +127,7 @@ def owm(columns, alpha):
 
 
 def line_objective(weight, delta, fisher, precision):
-    """Eq. 11 with Eq. 12: what the coefficient minimises, up to a constant."""
+    """Eq. 11 with Eq. 12: the objective that the coefficient minimises, up to a constant."""
     return 0.5 * (weight - 1) ** 2 * np.sum(fisher * delta**2) + 0.5 * weight**2 * np.sum(precision * delta**2)
 
 

@@ -1,1 +1,1 @@
-"""The maths of stage 1: input subspaces. Plain torch."""
+"""The maths of stage 1: subspaces of layer inputs, and projections away from them. Plain torch."""

@@ -1,4 +1,4 @@
-"""The inputs of a model's layers, streamed into matrices."""
+"""Input matrices of a model's layers, accumulated batch by batch."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from became_avalanche.layers.layer import Layer, Lines, with_ones
 from became_avalanche.layers.linear import LinearLayer
 
 _BLOCK = 256
-"""Gram matrices of more rows than this are made of blocks, of which the upper half is copied from the lower one."""
+"""Gram matrices with more rows than this are computed in blocks: the lower half is computed, the upper half copied."""
 
 
 class InputMatrix:
-    """A layer's input matrix ``A``, streamed in float64.
+    """The input matrix ``A`` of a layer, accumulated in float64.
 
-    ``A`` itself is kept while it has fewer columns than rows, the Gram matrix ``C = A Aᵀ`` from then on: whichever is
-    smaller. Everything that the projection methods ask of ``A`` is a function of ``C``.
+    ``A`` itself is stored while it has fewer columns than rows, the Gram matrix ``C = A Aᵀ`` from then on: whichever is
+    smaller. Everything that the projection methods need is a function of ``C``.
     """
 
     def __init__(self, *, single: bool = False) -> None:
         """Init.
 
-        :param single: multiply columns of float32 with more than 256 rows as they come, add up in float64, and find
-            eigenvectors in float32. That changes energies by less than 1e-5 of the total, and directions of less energy
-            than that are not orthogonal to the others.
+        :param single: faster and less precise: if columns are float32 with more than 256 rows, multiply them in
+            float32, add up the products in float64, and compute eigenvectors in float32. Energies change by less than
+            1e-5 of the total. Directions with less energy than that are not orthogonal to the others.
         """
         self.single = single
         self._columns: Tensor | None = None
@@ -58,11 +58,11 @@ class InputMatrix:
             _add_gram(lower, own)
 
     def add_windows(self, lines: Lines) -> None:
-        """Append the columns of all windows of lines.
+        """Append the columns of all windows of ``lines``.
 
         With ``X_l`` the values of line ``l``, the block of ``C`` for the lines ``k`` and ``k + s`` of a window is the
-        sum of ``X_l X_{l+s}ᵀ`` over ``l = k, ..., k + windows - 1``. From one ``k`` to the next that sum changes by its
-        first and its last term, so it takes about as many products as there are lines, not windows times lines.
+        sum of ``X_l X_{l+s}ᵀ`` over ``l = k, ..., k + windows - 1``. From one ``k`` to the next, the sum loses its
+        first term and gains a new last term. So it takes about one product per line, not one per window and line.
         """
         values, size, windows = *lines, lines.windows
         channels, others, _, n = values.shape
@@ -72,7 +72,7 @@ class InputMatrix:
             self.add(columns.reshape(1, d, windows * n))
             return
         if self._lower is None:
-            self.add(values.new_zeros(1, d, d))  # with as many columns as rows it is a Gram matrix
+            self.add(values.new_zeros(1, d, d))  # d columns of zeros: switches to the Gram matrix
         assert self._lower is not None
         self.single &= values.dtype == torch.float32
         x = (values if self.single and d > _BLOCK else values.double()).flatten(0, 1)
@@ -93,7 +93,7 @@ class InputMatrix:
 
     @property
     def _gram(self) -> Tensor:
-        """``C``, which there is once there are as many columns as rows."""
+        """``C``, which exists once there are as many columns as rows."""
         assert self._lower is not None
         if not self._mirrored:
             self._lower = self._lower.tril() + self._lower.tril(-1).mT
@@ -101,28 +101,28 @@ class InputMatrix:
         return self._lower
 
     def empty_basis(self) -> Tensor:
-        """A basis of no vectors for these inputs."""
+        """Return a basis without vectors for these inputs."""
         kept = self._kept_columns() if self._lower is None else self._lower
         return kept.new_zeros(*kept.shape[:2], 0)
 
     def energy(self) -> Tensor:
-        """``‖A‖²`` of each group."""
+        """Return ``‖A‖²`` of each group."""
         if self._lower is not None:
             return self._lower.diagonal(dim1=-2, dim2=-1).sum(-1)
         return self._kept_columns().square().sum((-2, -1))
 
     def energy_along(self, basis: Tensor) -> Tensor:
-        """``uᵀ C u`` for each vector ``u`` of ``basis``: the energy of the inputs along it."""
+        """Return ``uᵀ C u`` for each vector ``u`` of ``basis``: the energy of the inputs along ``u``."""
         basis = basis.double()
         if self._lower is not None:
             return (basis * (self._gram @ basis)).sum(-2).clamp(min=0)
         return (self._kept_columns().mT @ basis).square().sum(-2)
 
     def compressed(self) -> Tensor:
-        """The fewest columns with the same Gram matrix: left singular vectors times singular values, descending.
+        """Return a minimal square root of ``C``: left singular vectors times singular values, in descending order.
 
-        At most ``d`` columns, whatever went in. As a square root of ``C`` they keep in single precision what ``C``
-        itself needs double precision for.
+        It has at most ``d`` columns, however many were added. It can be stored in single precision without the loss
+        that ``C`` itself would suffer.
         """
         energies, vectors = self.residual_spectrum(self.empty_basis())
         noise = energies[..., :1] * energies.shape[-1] * torch.finfo(energies.dtype).eps
@@ -131,19 +131,19 @@ class InputMatrix:
         return columns[..., : int(kept.sum(-1).max())]
 
     def residual_spectrum(self, basis: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared singular values, descending, and left singular vectors of ``Â = A − U Uᵀ A``."""
+        """Return the squared singular values, descending, and the left singular vectors of ``Â = A − U Uᵀ A``."""
         if self._lower is None:
             columns = self._kept_columns()
             columns = columns - basis @ (basis.mT @ columns)
             if self.single and columns.shape[-2] > _BLOCK:
                 energies, right = torch.linalg.eigh(columns.mT @ columns)
-                vectors = F.normalize(columns @ right, dim=-2)  # orthogonal but for the weakest
+                vectors = F.normalize(columns @ right, dim=-2)  # orthogonal, except the weakest
                 return energies.flip(-1).clamp(min=0), vectors.flip(-1)
             vectors, values, _ = torch.linalg.svd(columns, full_matrices=False)
             return values.square(), vectors
         large = self._lower.shape[-1] > _BLOCK
         if large and basis.shape[-1] == 0:
-            residual = self._lower  # the lower half is all that is read of it
+            residual = self._lower  # eigh reads only the lower half
         else:
             gram = self._gram.float() if self.single and large else self._gram
             basis = basis.to(gram)
@@ -160,7 +160,7 @@ class InputMatrix:
 
 
 def _add_gram(lower: Tensor, columns: Tensor) -> None:
-    """Add the lower half of ``A Aᵀ`` to that of ``lower``, by blocks; those on the diagonal are added whole."""
+    """Add the lower half of ``A Aᵀ`` to ``lower``, block by block. Blocks on the diagonal are added entirely."""
     d = len(columns)
     if d <= _BLOCK:
         lower += columns @ columns.T
@@ -173,7 +173,7 @@ def _add_gram(lower: Tensor, columns: Tensor) -> None:
 
 
 def add_inputs(matrix: InputMatrix, layer: Layer, *args: Any, **kwargs: Any) -> None:
-    """Add the inputs of a call of ``layer`` to its matrix: overlapping patches by their lines, others as columns."""
+    """Add the inputs of a call of ``layer`` to ``matrix``: as windows of lines if the layer has them, or as columns."""
     lines = layer.lines(*args, **kwargs)
     if lines is None:
         for columns in layer.columns(*args, **kwargs):
@@ -192,14 +192,16 @@ def recorded_inputs(
     single: bool = False,
     other_uses: dict[str, str] | None = None,
 ) -> Iterator[dict[str, InputMatrix]]:
-    """While open, every forward pass adds the inputs of ``layers`` to their matrices.
+    """While open, every forward pass adds the inputs of ``layers`` to their matrices, which are yielded by weight name.
 
-    Layers whose name is in ``ones`` get a constant 1 as last row: the input that their bias multiplies. With
-    ``batch_mean``, what is added is the mean input of the batch. A layer that sees no input has no entry. ``single`` is
-    that of ``InputMatrix``.
+    Inputs of ``F.linear`` with the weight of a Linear layer count too. A layer without inputs has no matrix.
 
-    Where ``F.linear`` uses the weight of a Linear layer, these inputs count, too. ``other_uses`` gets the names of
-    weights that are used outside their modules in any other way, each with the function: their inputs are unknown.
+    :param layers: weight name -> the layers that use this weight.
+    :param ones: names of weights whose inputs get a constant 1 as last row: the input that the bias multiplies.
+    :param batch_mean: add the mean input of each batch instead of all inputs.
+    :param single: see ``InputMatrix``.
+    :param other_uses: on exit, gets the names of weights that are used outside their modules in any other way, with
+        the name of the function. Their inputs in these uses are unknown.
     """
     matrices: dict[str, InputMatrix] = {}
 
@@ -219,7 +221,8 @@ def recorded_inputs(
     def record_linear(name: str, x: Tensor, bias: Tensor | None) -> None:
         matrix, layer = matrices.setdefault(name, InputMatrix(single=single)), layers[name][0]
         own = bias is not None and bias is layer.bias
-        constants = [1.0] if own else [0.0] if bias is None else [0.0, 1.0]  # of another bias it may be a part
+        # another bias may contain the layer's own, so inputs count with and without the constant 1
+        constants = [1.0] if own else [0.0] if bias is None else [0.0, 1.0]
         for columns in layer.mean_columns(x) if batch_mean else layer.columns(x):
             for constant in constants if name in ones else ():
                 matrix.add(F.pad(columns, (0, 0, 0, 1), value=constant))
@@ -239,7 +242,7 @@ def recorded_inputs(
                 hooks.callback(register(lambda *call, enter=around: enter(1), prepend=True).remove)
                 hook = register(
                     lambda module, args, kwargs, name=name, layer=layer: record(name, layer, args, kwargs),
-                    prepend=layer.takes_rows,  # before hooks that change the input, after those that change weights
+                    prepend=layer.takes_rows,  # before hooks that change inputs, after those that change weights
                 )
                 hooks.callback(hook.remove)
                 hook = layer.module.register_forward_hook(lambda *call, leave=around: leave(-1), always_call=True)

@@ -27,20 +27,20 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
     "subspace/basis.py": (
         "tests/subspace/test_basis.py tests/plugins/test_methods.py",
         [
-            ("with_it = held + masses.cumsum(-1)", "with_it = masses.cumsum(-1)"),
-            ("(with_it if below else with_it - masses)", "(with_it - masses if below else with_it)"),
+            ("cumulative = held + values.cumsum(-1)", "cumulative = values.cumsum(-1)"),
+            ("(cumulative if below else cumulative - values)", "(cumulative - values if below else cumulative)"),
             ("min(threshold, MAX_THRESHOLD)", "threshold"),
             ("new = new - old @ (old.mT @ new)", "new = new + 0"),
             ("torch.linalg.qr(new).Q", "new"),
             ("return orthogonal * taken", "return orthogonal"),
-            ("(alpha + 1) * strengths", "alpha * strengths"),
-            ("alpha * strengths + strongest", "strengths + alpha * strongest"),
-            ("return (strengths > 0).to(strengths)", "return torch.ones_like(strengths)"),
+            ("(alpha + 1) * magnitudes", "alpha * magnitudes"),
+            ("alpha * magnitudes + largest", "magnitudes + alpha * largest"),
+            ("return (magnitudes > 0).to(magnitudes)", "return torch.ones_like(magnitudes)"),
             ("return inside if self.complement else rows - inside", "return rows - inside"),
             ("removed = compact(basis * importance.sqrt())", "removed = compact(basis * importance)"),
             (
-                "weak = compact(basis * (1 - importance).clamp(min=0).sqrt())",
-                "weak = compact(basis * (1 - importance).clamp(min=0))",
+                "remaining = compact(basis * (1 - importance).clamp(min=0).sqrt())",
+                "remaining = compact(basis * (1 - importance).clamp(min=0))",
             ),
             ("descending=True, stable=True", "descending=False, stable=True"),
             (">= rank.unsqueeze(-1)", "> rank.unsqueeze(-1)"),
@@ -79,8 +79,8 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
         [
             ("return error <= TOLERANCE * torch.finfo(gradient.dtype).eps * scale", "return True"),
             ("gradient = deltas.mT @ back.project(rows.unsqueeze(0))[0]", "gradient = deltas.mT @ rows"),
-            ("gradient[:, :-1], gradient[:, -1], None", "gradient[:, :-1], for_bias, None"),
-            ("for_x = delta @ weight if", "for_x = 2 * delta @ weight if"),
+            ("gradient[:, :-1], gradient[:, -1], None", "gradient[:, :-1], grad_bias, None"),
+            ("grad_x = delta @ weight if", "grad_x = 2 * delta @ weight if"),
             ("rows = F.pad(rows, (0, 1), value=1.0)", "rows = F.pad(rows, (0, 1), value=0.0)"),
         ],
     ),
@@ -252,9 +252,12 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
         [
             ("(step.momentum and not self._momentum_is_projected)", "False"),
             ("gradient.sub_(part, alpha=decay)", "pass"),
-            ("return decays == {0} or (len(decays) == 1 and whole)", "return True"),
+            ("return decays == {0} or (len(decays) == 1 and idempotent)", "return True"),
             ("torch.add(start, update, out=parameter)", "pass"),
-            ("or not self._in_gradient(step) or _has_hooks(self.parameters):", "or not self._in_gradient(step):"),
+            (
+                "or not self._projects_gradient(step) or _has_hooks(self.parameters):",
+                "or not self._projects_gradient(step):",
+            ),
             ('if "forward" not in vars(layer):', "if True:"),
             ("projected = done + self.project(rows - done)", "projected = done"),
             ("except RuntimeError as error:", "except KeyError as error:"),
@@ -319,7 +322,10 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
         "tests/plugins/test_gpcns.py tests/plugins/test_methods.py",
         [
             ("if self.experiences > 1:", "if False:"),
-            ("self._leading(strengths, self.experiences + 1)", "self._leading(strengths, self.experiences)"),
+            (
+                "self._leading(singular_values, self.experiences + 1)",
+                "self._leading(singular_values, self.experiences)",
+            ),
         ],
     ),
     "plugins/nscl.py": (
@@ -396,7 +402,7 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
         [
             ('if state.get("key") != self.path.name:', "if False:"),
             ("if path.exists():  # it could", "if False:  # it could"),
-            ("forget_checkpoints(before=n - 1)", "forget_checkpoints(before=n)"),
+            ("delete_checkpoints(before=n - 1)", "delete_checkpoints(before=n)"),
             ('if name != "label"\n', "if True\n"),
             ("if folder.path.is_symlink():", "if False:", "tests/test_hostile_files.py"),
             ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),

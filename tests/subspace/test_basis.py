@@ -27,7 +27,7 @@ def basis_after(tasks, thresholds, below=False):
 
 @st.composite
 def inputs(draw, d=None):
-    """An input matrix (d, n): decaying spectrum, of full rank or not, with or without dead inputs."""
+    """An input matrix (d, n) with a decaying spectrum; it may be rank-deficient or have a dead input."""
     generator = np.random.default_rng(draw(st.integers(0, 2**16)))
     d = d or draw(st.integers(2, 12))
     n = draw(st.integers(1, 40))
@@ -74,7 +74,7 @@ def test_dead_inputs_and_threshold_beyond_one_do_not_reverse_gradients():
 
 
 def test_weak_new_directions_are_orthogonal_to_strong_old_ones():
-    """Their eigenvectors are only as orthogonal to the basis as rounding in the strong directions allows."""
+    """Rounding errors of the strong directions make the eigenvectors of weak ones less orthogonal to the basis."""
     generator = np.random.default_rng(0)
     rotation = np.linalg.qr(generator.normal(size=(20, 20)))[0]
     strong, weak = rotation[:, :10], rotation[:, 10:15]
@@ -117,8 +117,8 @@ def test_reference_first_task_stays_just_below_the_threshold():
 
 
 def far_from_the_cut(a, u, threshold):
-    """Whether no cumulative energy lies so near the threshold, and no two singular values so near each other there,
-    that rounding decides."""
+    """Whether rounding cannot change the result: no cumulative energy is close to the threshold, and no two singular
+    values are close to each other."""
     residual = a - u @ (u.T @ a)
     energies = np.linalg.svd(residual, compute_uv=False) ** 2
     total = np.sum(a**2)
@@ -174,7 +174,7 @@ def test_same_data_again_adds_nothing(a, threshold):
     once = basis_after([a], [threshold])
     assert basis_after([a, a], [threshold] * 2).shape == once.shape
     stored = grow_basis(once.float(), matrix_of(a), threshold)
-    assert stored.shape == once.shape  # also from the float32 copy that a float32 model keeps
+    assert stored.shape == once.shape  # also with the float32 copy that a float32 model stores
 
 
 @given(inputs())
@@ -211,7 +211,7 @@ def test_projection_is_idempotent_and_leaves_the_span(d, rank, seed):
 
 @given(st.integers(2, 4), st.integers(2, 6), st.integers(1, 12), thresholds, st.integers(0, 2**16))
 def test_groups_are_independent(groups, d, n, threshold, seed):
-    """A grouped layer equals that many separate layers, whatever their ranks."""
+    """A layer with groups equals as many separate layers, for any ranks of the groups."""
     generator = np.random.default_rng(seed)
     tasks = generator.normal(size=(3, groups, d, n)) * 0.3 ** generator.integers(0, 6, size=(3, groups, d, 1))
     together = basis_after(list(tasks), [threshold] * 3)
@@ -236,7 +236,7 @@ def test_bases_in_float32_project_well(columns):
 
 @given(groups=st.integers(1, 3), d=st.integers(1, 10), data=st.data())
 def test_scaled_projector_equals_the_dense_matrix(groups, d, data):
-    """Whichever factor it keeps, and whatever the ranks of the groups."""
+    """For either factor that it may store, and for any ranks of the groups."""
     generator = np.random.default_rng(data.draw(st.integers(0, 2**16)))
     ranks_of_groups = [data.draw(st.integers(0, d)) for _ in range(groups)]
     levels = data.draw(st.sampled_from([[1.0], [0.0, 1.0], [0.3, 1.0], [0.2, 0.7]]))
@@ -258,13 +258,13 @@ def test_compressed_columns_have_the_same_gram_matrix(a, chunks, single):
     assert columns.shape[-1] == np.linalg.matrix_rank(a) <= len(a)
     norms = columns.norm(dim=0)
     assert torch.all(norms[:-1] >= norms[1:])
-    if single:  # squared singular values of a thousandth of the largest are still there
+    if single:  # small singular values survive single precision
         columns = columns.float().double()
     np.testing.assert_allclose((columns @ columns.T).numpy(), a @ a.T, atol=1e-6 * np.sum(a**2))
 
 
 def test_vectors_that_are_not_orthonormal_are_made_so():
-    """As the singular vectors of a residual may be that has less rank than they are."""
+    """The singular vectors of a rank-deficient residual may not be orthonormal."""
     generator = torch.Generator().manual_seed(0)
     old = torch.linalg.qr(torch.randn(2, 7, 2, generator=generator, dtype=torch.float64)).Q
     vectors = torch.randn(2, 7, 4, generator=generator, dtype=torch.float64)
@@ -277,6 +277,6 @@ def test_vectors_that_are_not_orthonormal_are_made_so():
 
 
 def test_a_direction_without_strength_has_no_importance():
-    strengths = torch.tensor([[3.0, 1.0, 0.0]])
+    magnitudes = torch.tensor([[3.0, 1.0, 0.0]])
     for alpha, expected in ((0.0, [1, 1 / 3, 0]), (2.0, [1, 3 / 5, 0]), (float("inf"), [1, 1, 0])):
-        torch.testing.assert_close(importance(strengths, alpha), torch.tensor([expected], dtype=torch.float32))
+        torch.testing.assert_close(importance(magnitudes, alpha), torch.tensor([expected], dtype=torch.float32))

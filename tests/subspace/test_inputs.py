@@ -48,7 +48,7 @@ def test_matrix_never_grows_beyond_the_gram_matrix():
 
 
 def decaying(groups, d, n, seed):
-    """Columns with energies over eight orders of magnitude."""
+    """Columns whose energies span eight orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     rotations = torch.linalg.qr(torch.randn(groups, d, d, generator=generator, dtype=torch.float64)).Q
     return rotations @ (torch.logspace(0, -4, d).double()[:, None] * torch.randn(groups, d, n, generator=generator))
@@ -81,7 +81,7 @@ def test_single_precision_changes_energies_by_less_than_1e_5(old, n):
     (exact, _), (energies, vectors) = spectra
     assert (energies.cumsum(-1) - exact.cumsum(-1)).abs().max() < 1e-5 * total
     residual = columns.double() - u @ (u.mT @ columns.double())
-    held = (vectors.mT @ residual).square().sum(-1).cumsum(-1)  # what the vectors hold in truth
+    held = (vectors.mT @ residual).square().sum(-1).cumsum(-1)  # the energy that the vectors really hold
     assert (held - exact.cumsum(-1)).abs().max() < 1e-5 * total
 
 
@@ -209,7 +209,7 @@ def test_sums_over_lines_are_sums_over_patches(
 ):
     torch.manual_seed(seed)
     convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-    strides = (1, *[stride] * (axes - 1))  # only lines that are one apart are shared
+    strides = (1, *[stride] * (axes - 1))  # patches share lines only if the stride along the first axis is 1
     layer = ConvolutionLayer(convolution(channels, 1, kernel, strides, padding, padding_mode=mode))
     x = torch.randn(3, channels, *[size] * axes)
     if axes == 2:
@@ -241,7 +241,7 @@ def test_lines_are_shared_where_patches_overlap(monkeypatch, options, shared):
     model, x = nn.Sequential(nn.Conv2d(2, 2, 3, **options)), torch.randn(9, 2, 8, 8)
     recorded(model, x)
     assert len(calls) == shared
-    recorded(model, x, ones=["0.weight"])  # a constant has no lines
+    recorded(model, x, ones=["0.weight"])  # windows of lines cannot have a constant row
     recorded(model, x, batch_mean=True)
     assert len(calls) == shared
 
