@@ -1,1 +1,1 @@
-"""What runs leave behind, and what people make of it. Imports neither torch nor Avalanche."""
+"""Records of runs, and the metrics, tables, figures and reports made from them. Imports neither torch nor Avalanche."""

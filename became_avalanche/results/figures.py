@@ -1,8 +1,13 @@
-"""Figures of records in one style: colours for the colour-blind, markers and lines that can be told apart in grey.
+"""Figures of records in one style. Colour-blind readers can tell the colours apart; markers and lines work in grey.
 
-``FIGURES`` has all figures of records by name. Each is a function of records that draws into ``ax`` if it is given one,
-and otherwise into a figure of its own. A label with several seeds is drawn as their mean. A new figure is one function
-with ``@_figure`` here.
+``FIGURES`` contains all figures of records by name. Each is a function of records that draws into ``ax`` if given, and
+otherwise into a new figure. Labels with several seeds are drawn as the mean over seeds.
+
+>>> from became_avalanche import FIGURES
+>>> FIGURES["final"].title
+'final accuracy of each task'
+
+To add a figure, write one function in this file and decorate it with ``@_figure``.
 """
 
 from __future__ import annotations
@@ -30,13 +35,13 @@ from became_avalanche.results.statistics import Spread
 from became_avalanche.results.tables import Row, by_label, table
 
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
-"""Okabe and Ito's palette for the colour-blind, without its yellow."""
+"""Okabe and Ito's colour-blind-safe palette, without yellow."""
 MARKERS = "osD^vPX<>ph"
 LINES = ("-", "--", "-.", ":")
-FEW = 6
-"""So many methods can be told apart in one chart."""
-PANELS = 4
-"""So many panels beside each other are large enough."""
+MAX_METHODS = 6
+"""Largest number of methods in one chart; more could not be told apart."""
+MAX_PANELS = 4
+"""Largest number of panels side by side; more would be too small."""
 
 STYLE: Any = {
     "font.size": 9,
@@ -47,7 +52,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8,
     "lines.markersize": 4.5,
-    "pdf.fonttype": 42,  # text stays text
+    "pdf.fonttype": 42,  # embed TrueType fonts, so that text can be selected
 }
 
 Values = NDArray[np.float64]
@@ -56,15 +61,15 @@ F = TypeVar("F", bound=Drawing)
 
 
 class NothingToDrawError(UserError, ValueError):
-    """The records lack what a figure shows."""
+    """The records lack the data that a figure shows."""
 
 
 class NamedFigure(NamedTuple):
-    """A figure of records."""
+    """A function that draws a figure from records, with its name and title."""
 
     name: str
     title: str
-    """What it shows, in one line."""
+    """Description in one line."""
     draw: Drawing
 
 
@@ -75,11 +80,11 @@ SCANS = {
     "path": "loss of each task along the path of a merge, with the chosen λ",
     "landscape": "loss and accuracy in the plane through θ*_{t-1}, θ_GP and θ̂, with θ* on it",
 }
-"""The figures around the weights of a merge, by name: ``path_figure`` and ``landscape_figure``."""
+"""Names and descriptions of the figures around a merge: ``path_figure`` and ``landscape_figure``."""
 
 
 def _styled(draw: F) -> F:
-    """The function with the style of this module."""
+    """Make a drawing function use the style of this module."""
 
     @wraps(draw)
     def styled(*args: Any, **kwargs: Any) -> Figure:
@@ -101,7 +106,18 @@ def _figure(title: str) -> Callable[[F], F]:
 
 
 def save_figure(figure: Figure, stem: Path, dpi: int = 150) -> list[Path]:
-    """Write a figure as PDF, for papers, and PNG, for pages; returns the paths."""
+    """Write a figure as PDF (for papers) and as PNG (for web pages), and return both paths.
+
+    >>> from pathlib import Path
+    >>> from matplotlib.figure import Figure
+    >>> from became_avalanche import save_figure
+    >>> [path.name for path in save_figure(Figure(), Path("my-figure"))]
+    ['my-figure.pdf', 'my-figure.png']
+
+    :param figure: the figure.
+    :param stem: path without suffix.
+    :param dpi: resolution of the PNG file.
+    """
     paths = [stem.with_name(f"{stem.name}.{form}") for form in ("pdf", "png")]
     for path in paths:
         with mpl.rc_context(STYLE):
@@ -114,15 +130,15 @@ def save_figure(figure: Figure, stem: Path, dpi: int = 150) -> list[Path]:
 
 @_figure("accuracy of each task over training")
 def training(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The test accuracy of each task as training goes on, and the mean over the tasks seen: a panel per method."""
+    """Draw the test accuracy of each task during training, and the mean over the tasks seen: one panel per method."""
     return _panels(records, ax, _training, "tasks learned", "accuracy %", lambda run: len(accuracies(run)) > 0)
 
 
 @_figure("accuracy matrix")
 def matrix(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The accuracy on each task (columns) after learning each task (rows) as a heatmap: a panel per method."""
+    """Draw the accuracy on each task (columns) after learning each task (rows) as a heatmap: one panel per method."""
     known = [run for run in records if run.status == "done" and not run.is_joint and len(accuracies(run))]
-    shown = few_that_matter(known, PANELS)
+    shown = main_labels(known, MAX_PANELS)
     matrices = [100 * accuracies(run) for run in known if run.label in shown]
     low = min((10 * floor(float(np.nanmin(a)) / 10) for a in matrices), default=0)
     high = max([low + 10, *(10 * ceil(float(np.nanmax(a)) / 10) for a in matrices)])
@@ -132,9 +148,9 @@ def matrix(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("average accuracy over training")
 def average(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The mean accuracy over the tasks seen as training goes on; with the standard deviation over seeds at the end."""
-    figure, axes = _own(ax)
-    for label, runs, style in _few(records, lambda run: not run.is_joint):
+    """Draw the mean accuracy over the tasks seen so far, with the standard deviation over seeds at the end."""
+    figure, axes = _figure_and_axes(ax)
+    for label, runs, style in _groups_to_draw(records, lambda run: not run.is_joint):
         seen = 100 * _stack([[a[t, : t + 1].mean() for t in range(len(a))] for a in map(accuracies, runs)])
         mean = seen.mean(0)
         axes.plot(range(1, len(mean) + 1), mean, label=label, **style)
@@ -148,9 +164,9 @@ def average(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("final accuracy of each task")
 def final(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The accuracy of each task at the end, with the standard deviation over the tasks (STD) in the legend."""
-    figure, axes = _own(ax)
-    for label, runs, style in _few(records):
+    """Draw the final accuracy of each task, with the standard deviation over the tasks (STD) in the legend."""
+    figure, axes = _figure_and_axes(ax)
+    for label, runs, style in _groups_to_draw(records):
         values = 100 * _stack([accuracies(run)[-1] for run in runs if len(accuracies(run))]).mean(0)
         std = Spread.of([value for run in runs if (value := METRICS["std"].of(run)) is not None]).mean
         axes.plot(range(1, len(values) + 1), values, label=f"{label} (STD {100 * std:.1f})", **style)
@@ -162,10 +178,10 @@ def final(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("accuracy after one epoch (AOA) of each task")
 def aoa(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The accuracy on each task after its first epoch of stage 1, from the second task on."""
-    figure, axes = _own(ax)
-    few = _few(records, lambda run: METRICS["aoa"].of(run) is not None, "the accuracy after one epoch")
-    for label, runs, style in few:
+    """Draw the accuracy on each task after its first epoch of stage 1, from the second task on."""
+    figure, axes = _figure_and_axes(ax)
+    groups = _groups_to_draw(records, lambda run: METRICS["aoa"].of(run) is not None, "the accuracy after one epoch")
+    for label, runs, style in groups:
         values = 100 * _stack([[task.first_epoch_accuracy for task in run.tasks[1:]] for run in runs]).mean(0)
         axes.plot(range(2, len(values) + 2), values, label=f"{label} ({values.mean():.1f})", **style)
     _tasks_axis(axes, "task")
@@ -176,14 +192,14 @@ def aoa(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("stability (BWT) against plasticity (IM)")
 def bwt_im(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """BWT against IM: methods further up forget less, methods further left learn new tasks better."""
-    figure, axes = _own(ax)
-    few = _few(
+    """Draw BWT against IM: methods further up forget less, methods further left learn new tasks better."""
+    figure, axes = _figure_and_axes(ax)
+    groups = _groups_to_draw(
         records,
         lambda run: METRICS["im"].of(run) is not None and METRICS["bwt"].of(run) is not None,
-        "IM, which needs joint training on each prefix of the tasks (intransigence = true in a study)",
+        "IM, which needs joint training on the first 1, 2, ... tasks (set intransigence = true in the study)",
     )
-    for label, runs, style in few:
+    for label, runs, style in groups:
         spreads = [Spread.of([METRICS[name].of(run) or 0.0 for run in runs]) for name in ("im", "bwt")]
         (x, y), (dx, dy) = zip(*((100 * s.mean, 100 * (s.std or 0)) for s in spreads), strict=True)
         axes.errorbar(x, y, dy, dx, label=label, **{**style, "linestyle": "", "markersize": 7}, capsize=2, linewidth=1)
@@ -199,11 +215,11 @@ def bwt_im(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("λ of each merge")
 def coefficients(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The coefficient of each merge, and 1/t."""
-    figure, axes = _own(ax)
-    few = _few(records, lambda run: bool(run.merges), "a merge")
+    """Draw the coefficient of each merge, and 1/t for comparison."""
+    figure, axes = _figure_and_axes(ax)
+    groups = _groups_to_draw(records, lambda run: bool(run.merges), "merges")
     ts: set[int] = set()
-    for label, runs, style in few:
+    for label, runs, style in groups:
         own = [merge.t for merge in runs[0].merges]
         axes.plot(
             own, _stack([[merge.coefficient for merge in run.merges] for run in runs]).mean(0), label=label, **style
@@ -220,7 +236,7 @@ def coefficients(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("rank of each layer")
 def ranks(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The number of directions that are protected in each layer after each task: a panel per method."""
+    """Draw the number of protected directions in each layer after each task: one panel per method."""
     return _panels(
         records,
         ax,
@@ -234,17 +250,17 @@ def ranks(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("memory and time of each method")
 def costs(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """What the plugins hold after the last task, and the time of training; with ``ax``, the time alone."""
+    """Draw the memory of the plugins after the last task and the training time; with ``ax``, only the time."""
     rows, styles = table(records, ("seconds", "memory")).rows, _styles(records)
     metrics = [name for name in ("seconds", "memory") if any(row.values[name] for row in rows)]
     if not metrics:
-        raise NothingToDrawError("none of these runs measured its time or memory")
+        raise NothingToDrawError("none of these runs has measurements of time or memory")
     if ax is not None:
-        return _dots(ax, rows, "seconds", styles)
+        return _dot_plot(ax, rows, "seconds", styles)
     figure = Figure(figsize=(1.5 + 3.2 * len(metrics), max(1.8, 0.28 * len(rows) + 1)), layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for axes, name in zip(panels, metrics, strict=True):
-        _dots(axes, rows, name, styles)
+        _dot_plot(axes, rows, name, styles)
         axes.set_xlim(left=0)
     for axes in panels[1:]:
         axes.set_yticklabels([])
@@ -253,22 +269,22 @@ def costs(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_figure("loss of both stages of each task")
 def losses(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """Training and validation loss of one run, epoch by epoch: stage 1, and shaded the stages that follow it.
+    """Draw the training and validation loss of one run, epoch by epoch. Stages after the first are shaded.
 
-    The run is the first one with two stages, or the first one; a panel for each of its last four tasks, or its last
-    task alone with ``ax``.
+    The run is the first one with two stages, or the first one if there is none. There is one panel for each of its last
+    four tasks; with ``ax``, only the last task is drawn.
     """
     traced = [run for run in records if run.tasks and all(stage.training_loss for stage in run.tasks[-1].stages)]
     if not traced:
-        raise NothingToDrawError("none of these runs noted its losses")
+        raise NothingToDrawError("none of these runs recorded its losses")
     run = next((run for run in traced if len(run.tasks[-1].stages) > 1), traced[0])
-    shown = list(range(len(run.tasks)))[-PANELS:] if ax is None else [len(run.tasks) - 1]
+    shown = list(range(len(run.tasks)))[-MAX_PANELS:] if ax is None else [len(run.tasks) - 1]
     if ax is None:
         figure = Figure(figsize=(max(4.2, 2.8 * len(shown)), 3), layout="constrained")
         panels = list(figure.subplots(1, len(shown), sharey=True, squeeze=False)[0])
         figure.suptitle(f"{run.label}, seed {run.seed}", fontsize=10)
     else:
-        figure, panels = _own(ax)[0], [ax]
+        figure, panels = _figure_and_axes(ax)[0], [ax]
     for axes, t in zip(panels, shown, strict=True):
         _losses(axes, run, t)
     panels[0].set_ylabel("loss")
@@ -281,8 +297,8 @@ def losses(records: Sequence[Record], ax: Axes | None = None) -> Figure:
 
 @_styled
 def run_figure(record: Record) -> Figure:
-    """The test accuracy of each task of one run as training goes on."""
-    figure, axes = _own(None)
+    """Draw the test accuracy of each task of one run during training."""
+    figure, axes = _figure_and_axes(None)
     _training(axes, [record])
     axes.set_title(f"{record.label}, seed {record.seed}")
     axes.set_xlabel("tasks learned")
@@ -292,19 +308,19 @@ def run_figure(record: Record) -> Figure:
 
 @_figure("comparison of all methods")
 def comparison(records: Sequence[Record], ax: Axes | None = None) -> Figure:
-    """The few methods that matter over training, ACC and BWT of all methods, and λ; with ``ax``, ACC alone."""
-    return comparison_figure(records) if ax is None else _dots(ax, table(records, ("acc",)).rows, "acc")
+    """Draw the main methods over training, ACC and BWT of all methods, and λ; with ``ax``, only ACC."""
+    return comparison_figure(records) if ax is None else _dot_plot(ax, table(records, ("acc",)).rows, "acc")
 
 
 @_styled
 def comparison_figure(records: Iterable[Record], title: str = "") -> Figure:
-    """The average accuracy of the few methods that matter over training, ACC and BWT of all labels, and λ.
+    """Draw the average accuracy of the main methods over training, ACC and BWT of all labels, and λ.
 
-    The labels are in the order of the records. Only runs that are done are drawn; a label of which some are not says
-    how many are, as ``gpm (4 of 5)``.
+    The labels are in the order of the records. Only runs that are done are drawn. If some runs of a label are not done,
+    the label says how many are, for example ``gpm (4 of 5)``.
 
-    :param records: runs with one budget on one benchmark.
-    :param title: what to write above the figure.
+    :param records: runs with the same budget on one benchmark.
+    :param title: title of the figure.
     """
     records = list(records)
     rows = table(records, ("acc", "bwt")).rows
@@ -319,7 +335,7 @@ def comparison_figure(records: Iterable[Record], title: str = "") -> Figure:
     if curves:
         average(done, panels["average"])
     for kind in ("acc", "bwt"):
-        _dots(panels[kind], rows, kind, _styles(done))
+        _dot_plot(panels[kind], rows, kind, _styles(done))
     panels["bwt"].set_yticklabels([])
     if merging:
         coefficients(done, panels["λ"])
@@ -331,10 +347,17 @@ def comparison_figure(records: Iterable[Record], title: str = "") -> Figure:
 
 @_styled
 def path_figure(scans: Sequence[PathScan], marks: Sequence[Mapping[str, float]] = ()) -> Figure:
-    """The mean loss of the tasks along the path of each merge, its least value, and the coefficient of the merge.
+    """Draw the loss of each task along the path of each merge, the lowest mean loss, and the coefficient of the merge.
 
-    :param scans: what ``scan_path`` returned.
-    :param marks: for each scan, other coefficients by name to be marked on it.
+    >>> from became_avalanche import PathScan, path_figure
+    >>> loss, accuracy = [[1.0, 2.0, 5.0], [4.0, 1.0, 0.0]], [[1.0, 0.9, 0.5], [0.2, 0.8, 1.0]]
+    >>> scan = PathScan(t=2, coefficients=[0, 0.5, 1], loss=loss, accuracy=accuracy, chosen=0.4, plasticity=1)
+    >>> figure = path_figure([scan], marks=[{"1/t": 0.5}])
+    >>> figure.axes[0].get_title()
+    'task 2'
+
+    :param scans: results of ``scan_path``; one panel each.
+    :param marks: for each scan, names and values of further coefficients to mark.
     """
     figure = Figure(figsize=(max(4.2, 3.2 * len(scans)), 3.4), layout="constrained")
     panels = figure.subplots(1, len(scans), squeeze=False)[0]
@@ -347,7 +370,7 @@ def path_figure(scans: Sequence[PathScan], marks: Sequence[Mapping[str, float]] 
 
 @_styled
 def draw_path(scan: PathScan, ax: Axes, mark: Mapping[str, float] | None = None) -> Figure:
-    """One panel of ``path_figure``."""
+    """Draw one panel of ``path_figure``."""
     tasks = len(scan.loss)
     means = [loss / tasks for loss in scan.cumulative_loss]
     for i, loss in enumerate(scan.loss):
@@ -367,9 +390,10 @@ def draw_path(scan: PathScan, ax: Axes, mark: Mapping[str, float] | None = None)
 
 @_styled
 def landscape_figure(landscape: Landscape) -> Figure:
-    """Training loss (above) and test accuracy (below) in the plane through θ*_{t-1}, θ_GP and θ̂, with θ* on it.
+    """Draw training loss (top) and test accuracy (bottom) in the plane through θ*_{t-1}, θ_GP and θ̂.
 
-    The panels are the tasks before, the task itself, and the mean over all tasks.
+    The merged weights θ*_t lie in this plane. The columns show the mean over the earlier tasks, the current task, and
+    the mean over all tasks.
     """
     before = "task 1" if landscape.t == 2 else f"tasks 1 to {landscape.t - 1}"
     columns = [(before, slice(None, -1)), (f"task {landscape.t}", slice(-1, None)), ("all tasks", slice(None))]
@@ -387,17 +411,17 @@ def landscape_figure(landscape: Landscape) -> Figure:
 
 @_styled
 def draw_landscape(landscape: Landscape, ax: Axes, what: str = "loss", tasks: slice = slice(None)) -> Figure:
-    """One panel of ``landscape_figure``. Bright is good: low loss, on a logarithmic scale, or high accuracy.
+    """Draw one panel of ``landscape_figure``. Bright is good: low loss (on a logarithmic scale) or high accuracy.
 
-    :param landscape: what ``measure_landscape`` returned.
-    :param ax: where to draw.
+    :param landscape: result of ``measure_landscape``.
+    :param ax: axes to draw into.
     :param what: "loss" or "accuracy".
-    :param tasks: the tasks whose mean is drawn.
+    :param tasks: the tasks to average over.
     """
     values = np.mean(landscape.loss[tasks] if what == "loss" else landscape.accuracy[tasks], axis=0)
     values = values if what == "loss" else 100 * values
     look: dict[str, Any]
-    if what == "loss":  # the walls around the valley are high
+    if what == "loss":  # logarithmic, because the loss is much higher around the valley
         values = np.maximum(values, max(1e-4 * values.max(), 1e-12))
         high = max(float(values.max()), 1.001 * float(values.min()))
         look = {"levels": np.geomspace(values.min(), high, 13), "norm": LogNorm(), "cmap": "cividis_r"}
@@ -432,16 +456,17 @@ def draw_landscape(landscape: Landscape, ax: Axes, what: str = "loss", tasks: sl
 # ------------------------------------------------------------------------------------------------------------ helpers
 
 
-def few_that_matter(records: Sequence[Record], limit: int = FEW) -> list[str]:
-    """At most ``limit`` labels: the best merging method with its baseline and control, then the best of the others.
+def main_labels(records: Sequence[Record], limit: int = MAX_METHODS) -> list[str]:
+    """Return at most ``limit`` labels: the best merging method, its baseline and its control, then the best others.
 
-    They are in the order of the records.
+    The labels are in the order of the records.
     """
     chosen = _by_importance(records)[:limit]
     return [label for label in by_label(records) if label in chosen]
 
 
 def _by_importance(records: Sequence[Record]) -> list[str]:
+    """Return all labels: the best merging method, its baseline and its control first, then the others by ACC."""
     by_key, groups = {record.key: record.label for record in records}, by_label(records)
     accs = {label: [v for run in runs if (v := METRICS["acc"].of(run)) is not None] for label, runs in groups.items()}
     best = sorted(groups, key=lambda label: -sum(accs[label]) / len(accs[label]) if accs[label] else 1)
@@ -452,35 +477,39 @@ def _by_importance(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys([*first, *best]))
 
 
-def _few(
+def _groups_to_draw(
     records: Sequence[Record], usable: Callable[[Record], bool] = lambda run: True, what: str = "accuracies"
 ) -> list[tuple[str, list[Record], dict[str, Any]]]:
-    """The labels to draw with their runs that are done and usable, and their style."""
+    """Return the labels to draw, each with its usable runs that are done and its style.
+
+    :param usable: whether a run has the data that the figure shows.
+    :param what: name of that data, for the error if no run has it.
+    """
     chosen = [run for run in records if run.status == "done" and len(accuracies(run)) and usable(run)]
     if not chosen:
         raise NothingToDrawError(f"none of these runs is done and has {what}")
-    groups, shown, looks = by_label(chosen), few_that_matter(chosen), {}
+    groups, shown, styles = by_label(chosen), main_labels(chosen), {}
     taken: set[str] = set()
     for label, style in _styles(records).items():
         if label in shown:
-            if style["color"] in taken:  # of a more important label, after which the colours start again
+            if style["color"] in taken:  # there are fewer colours than labels, so choose one that is not used yet
                 style = {**style, "color": next(color for color in (*COLORS, "0.5") if color not in taken)}
             taken.add(style["color"])
-            looks[label] = style
-    return [(label, groups[label], looks[label]) for label in shown]
+            styles[label] = style
+    return [(label, groups[label], styles[label]) for label in shown]
 
 
 def _styles(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and line of each label, the most important first: these differ in all three."""
-    looks = zip(cycle(COLORS), cycle(MARKERS), cycle(LINES), strict=False)
+    """Return colour, marker and line style of each label. They are assigned in the order of ``_by_importance``."""
+    combinations = zip(cycle(COLORS), cycle(MARKERS), cycle(LINES), strict=False)
     return {
         label: {"color": color, "marker": marker, "linestyle": line}
-        for label, (color, marker, line) in zip(_by_importance(records), looks, strict=False)
+        for label, (color, marker, line) in zip(_by_importance(records), combinations, strict=False)
     }
 
 
 def _legend(axes: Axes, ax: Axes | None) -> None:
-    """Beside the axes of a figure of ours, where it hides nothing; inside the axes of somebody else."""
+    """Draw the legend to the right of the axes in a new figure, and inside the axes if the caller passed ``ax``."""
     place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if ax is None else {}
     axes.legend(**place)
 
@@ -494,15 +523,15 @@ def _panels(
     usable: Callable[[Record], bool],
     what: str = "accuracies",
 ) -> Figure:
-    """A panel for each of at most four methods that matter; with ``ax``, one panel of the first method."""
+    """Draw one panel for each of at most ``MAX_PANELS`` main methods; with ``ax``, only the most important method."""
     groups = by_label(
         record for record in records if record.status == "done" and not record.is_joint and usable(record)
     )
     if not groups:
         raise NothingToDrawError(f"none of these runs is done and has {what}")
-    shown = few_that_matter([run for runs in groups.values() for run in runs], 1 if ax is not None else PANELS)
+    shown = main_labels([run for runs in groups.values() for run in runs], 1 if ax is not None else MAX_PANELS)
     if ax is not None:
-        figure, panels = _own(ax)[0], np.array([[ax]])
+        figure, panels = _figure_and_axes(ax)[0], np.array([[ax]])
     else:
         figure = Figure(figsize=(max(4.2, 2.9 * len(shown)), 3.1), layout="constrained")
         panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)
@@ -514,8 +543,8 @@ def _panels(
     return figure
 
 
-def _own(ax: Axes | None) -> tuple[Figure, Axes]:
-    """The figure and the axes to draw into."""
+def _figure_and_axes(ax: Axes | None) -> tuple[Figure, Axes]:
+    """Return ``ax`` and its figure, or a new figure and its axes if ``ax`` is None."""
     if ax is not None:
         return _figure_of(ax), ax
     figure = Figure(figsize=(5.4, 3.2), layout="constrained")
@@ -540,12 +569,12 @@ def _tasks_axis(axes: Axes, name: str) -> None:
 
 
 def _shades(n: int) -> Any:
-    """``n`` colours from dark to light, monotone in grey too."""
+    """Return ``n`` colours from dark to light, which stay ordered in grey."""
     return mpl.colormaps["viridis"](np.linspace(0.05, 0.85, max(n, 1)))
 
 
 def _training(axes: Axes, runs: Sequence[Record]) -> None:
-    """The mean over runs of the accuracy of each task; a gap where a run did not measure it."""
+    """Draw the accuracy of each task, averaged over runs, with gaps where a run did not measure it."""
     a = 100 * _stack([accuracies(run) for run in runs]).mean(0)
     colors = _shades(len(a))
     for i in range(len(a)):
@@ -554,7 +583,7 @@ def _training(axes: Axes, runs: Sequence[Record]) -> None:
     close, shift, below = 0.05 * np.ptp(measured) if len(measured) else 0, 0, -np.inf
     ends = a[-1:].ravel()
     for i in np.argsort(ends):
-        shift = shift + 5 if ends[i] - below < close else 0  # numbers would cover each other
+        shift = shift + 5 if ends[i] - below < close else 0  # move numbers that would overlap
         place: Any = {"xytext": (4 + shift, -3), "textcoords": "offset points", "fontsize": 6}
         axes.annotate(str(i + 1), (len(a), ends[i]), color=colors[i], **place)
         below = ends[i]
@@ -580,8 +609,7 @@ def _matrix(axes: Axes, runs: Sequence[Record], low: float, high: float) -> None
 
 def _ranks(axes: Axes, runs: Sequence[Record]) -> None:
     layers = list(runs[0].tasks[-1].ranks)
-    looks = zip(layers, _shades(len(layers)), cycle(MARKERS), strict=False)
-    for layer, color, marker in looks:
+    for layer, color, marker in zip(layers, _shades(len(layers)), cycle(MARKERS), strict=False):
         values = _stack([[task.ranks.get(layer, np.nan) for task in run.tasks] for run in runs]).mean(0)
         name = layer.removesuffix(".weight")
         axes.plot(range(1, len(values) + 1), values, color=color, marker=marker, label=name, linewidth=1.2)
@@ -610,20 +638,20 @@ def _losses(axes: Axes, run: Record, t: int) -> None:
         axes.annotate(f"stage {number + 1}", (middle, 1.0), (0, 2), fontsize=7, **place)
         start += stage.epochs
     axes.set_xlim(0.5, max(start, 1) + 0.5)
-    axes.set_title(f"task {t + 1}", pad=14)  # above the names of the stages
+    axes.set_title(f"task {t + 1}", pad=14)  # leaves space for the names of the stages
     _tasks_axis(axes, "epoch")
 
 
-def _dots(
+def _dot_plot(
     axes: Axes, rows: Sequence[Row], metric: str, styles: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Figure:
-    """Mean and standard deviation of each label, in the order of the table; labels of ``styles`` have their looks."""
+    """Draw mean and standard deviation of each row of a table. Only the first ``MAX_METHODS`` labels are in colour."""
     unit = METRICS[metric].unit
     scale = {"percent": 100, "points": 100, "bytes": 2**-20}.get(unit, 1)
-    few = list(styles or {})[:FEW]
+    coloured = list(styles or {})[:MAX_METHODS]
     for y, row in enumerate(rows):
         if spread := row.values[metric]:
-            look = (styles or {}).get(row.label, {}) if row.label in few else {}
+            look = (styles or {}).get(row.label, {}) if row.label in coloured else {}
             axes.errorbar(
                 scale * spread.mean,
                 y,

@@ -1,4 +1,4 @@
-"""Records of older versions, turned into records of the current one."""
+"""Convert records of older versions to the current version."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from became_avalanche.results.record import SCHEMA, Record, RecordError
 
 
 def migrate(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """The content of a record of any older version in the current format.
+    """Convert the content of a record of an older version to the current format.
 
     Raises a RecordError that says what is wrong, or pydantic's ValidationError if a value has the wrong type.
     """
     for version in range(content["schema_version"], SCHEMA):
         if version not in MIGRATIONS:
-            raise RecordError(f"{where} has schema version {version}, which is not known")
+            raise RecordError(f"{where} has schema version {version}, which is unknown")
         try:
             content = MIGRATIONS[version](content)
         except ValidationError:
             raise
         except KeyError as error:
-            raise RecordError(f"{where} is corrupt: it has no {error}") from None
+            raise RecordError(f"{where} is corrupt: the field {error} is missing") from None
         except (TypeError, ValueError) as error:
             raise RecordError(f"{where} is corrupt: {error}") from None
     return content
 
 
 def from_version_0(content: dict[str, Any]) -> dict[str, Any]:
-    """A run of version 0.1: an entry of ``runs`` in its ``results.json``, with key, spec, label and references added.
+    """Convert a run of version 0.1, an entry of ``runs`` in ``results.json``.
 
-    Version 0.1 kept ACC and BWT instead of computing them. They are dropped after a check that the metrics of the
-    record give them back.
+    Key, spec, label and references have been added to the entry. Version 0.1 stored ACC and BWT. They
+    are dropped after a check that the metrics computed from the record agree.
     """
     spec = content["spec"]
-    for field, ours in (
+    for field, recorded in (
         ("benchmark", content["benchmark"]),
         ("seed", content["seed"]),
         ("n_tasks", len(content["accuracy"])),
     ):
-        if spec[field] != ours:
-            raise ValueError(f"{field} is {ours!r} in the results and {spec[field]!r} in the specification")
+        if spec[field] != recorded:
+            raise ValueError(f"{field} is {recorded!r} in the results and {spec[field]!r} in the specification")
     sums = {name: content[name] for name in ("seconds", "valid_acc") if content[name] is not None}
     migrated = {
         "schema_version": 1,
@@ -58,9 +58,9 @@ def from_version_0(content: dict[str, Any]) -> dict[str, Any]:
         recorded, computed = content[name], METRICS[name].of(record)
         close = recorded is not None and computed is not None and abs(recorded - computed) <= 1e-12
         if not close and recorded != computed:
-            raise ValueError(f"its {name} is {recorded}, but its accuracies give {computed}")
+            raise ValueError(f"the stored {name} is {recorded}, but the accuracies give {computed}")
     return migrated
 
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: from_version_0}
-"""Version n -> function that turns the content of a record of version n into that of version n + 1."""
+"""Version n -> function that converts the content of a record from version n to version n + 1."""

@@ -1,4 +1,4 @@
-"""The figures that the paper publishes, to stand beside those of runs."""
+"""The results published in the paper, shown next to those of runs."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def _content() -> Any:
 
 
 def published(record: Record) -> Mapping[str, Spread]:
-    """What the paper publishes for the method and benchmark of a run, by metric, as fractions; empty if nothing.
+    """Return the paper's results for the method and benchmark of a run, by metric, as fractions; empty if it has none.
 
-    A run with a label of its own may have other options than the paper's, so nothing is found for it.
+    A run whose label is not the name of its method may use other options than the paper, so the result is empty for it.
     """
     benchmark = _benchmark(record)
     if record.label != record.method or benchmark is None:
         return {}
-    figures = _content()["benchmarks"][benchmark].get(record.method, {})
+    results = _content()["benchmarks"][benchmark].get(record.method, {})
     seeds = _content()["seeds"][benchmark]
     return {
-        metric: Spread(mean / 100, None if std is None else std / 100, seeds) for metric, (mean, std) in figures.items()
+        metric: Spread(mean / 100, None if std is None else std / 100, seeds) for metric, (mean, std) in results.items()
     }
 
 
 def differences(records: Sequence[Record], budget: str) -> list[str]:
-    """In what the runs differ from those of the paper, which have all tasks, its recipe and several seeds.
+    """Return how the runs differ from the paper's, which use all tasks, the full recipe and several seeds.
 
     :param records: the runs of one table.
-    :param budget: what ``budget`` says about them.
+    :param budget: their budget in words, from ``tables.budget``.
     """
     benchmark = _benchmark(records[0])
     if benchmark is None:
@@ -50,6 +50,6 @@ def differences(records: Sequence[Record], budget: str) -> list[str]:
 
 
 def _benchmark(record: Record) -> str | None:
-    """The benchmark of the paper that a run is on, perhaps with another recipe."""
+    """Return the paper's benchmark that a run was trained on, possibly with another recipe; None if there is none."""
     name = _content()["other_recipe"].get(record.benchmark, record.benchmark)
     return name if name in _content()["benchmarks"] else None

@@ -1,7 +1,7 @@
 """The record of a run: everything that it measured, as plain values.
 
-A record holds what was observed. Whatever can be computed from that (ACC, BWT, gains) is a function of records in
-``metrics.py`` and is never stored.
+A record holds only measurements. Everything that can be computed from them (ACC, BWT, gains) is a function of records
+in ``metrics.py`` and is never stored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from became_avalanche.files import UserError, read_file, sealed_json, unsealed
 
 SCHEMA = 1
-"""Version of the format. Raise it with every change that an older reader would misunderstand."""
+"""Version of the format. Increase it with every change that older versions of the package would misread."""
 SPEC_SCHEMA = 1
-"""Version of the specification, in ``spec.json`` and in a record. Raise it as ``SCHEMA``."""
+"""Version of the specification, in ``spec.json`` and in records. Increase it by the same rule as ``SCHEMA``."""
 
 Status = Literal["running", "done", "diverged", "failed"]
 Matrix = list[list[Annotated[float, Ge(0), Le(1)] | None]]
@@ -26,7 +26,7 @@ Matrix = list[list[Annotated[float, Ge(0), Le(1)] | None]]
 
 
 class RecordError(UserError, ValueError):
-    """A record that cannot be read: corrupt, foreign or of a newer version."""
+    """A record cannot be read: it is corrupt, of another kind, or of a newer version."""
 
 
 class _Frozen(BaseModel):
@@ -34,14 +34,14 @@ class _Frozen(BaseModel):
 
 
 class StageRecord(_Frozen):
-    """One training of one task, epoch by epoch. The lists are empty where nothing was traced."""
+    """One training stage of one task, epoch by epoch. Lists are empty if they were not recorded."""
 
     epochs: int
     training_loss: list[float | None] = []
-    """Mean over the epoch's batches, penalties included; None if it is not finite."""
+    """Mean loss over the batches of each epoch, including penalties; None if it is not finite."""
     validation_loss: list[float | None] = []
     learning_rate: list[float] = []
-    """Rate of the optimizer's first parameter group."""
+    """Learning rate of the optimizer's first parameter group."""
     seconds: list[float] = []
 
 
@@ -49,36 +49,36 @@ class Seconds(_Frozen):
     """Wall-clock time spent on one task."""
 
     training: float = 0.0
-    """Both stages, with everything that plugins do in them, the three below included."""
+    """Both stages, including all work of plugins; ``memory``, ``fisher`` and ``merge`` are part of it."""
     memory: float = 0.0
-    """Updates of the projection memory."""
+    """Updating the projection memory."""
     fisher: float = 0.0
-    """Estimates of the Fisher information."""
+    """Estimating the Fisher information."""
     merge: float = 0.0
-    """The merge, without its Fisher information."""
+    """Merging, without estimating the Fisher information."""
     evaluation: float = 0.0
 
 
 class TaskRecord(_Frozen):
-    """What happened while a task was learned."""
+    """Measurements made while a task was learned."""
 
     stages: list[StageRecord]
     first_epoch_accuracy: float | None = None
-    """Accuracy on the task's own test data after the first epoch of stage 1 (for AOA)."""
+    """Accuracy on the test data of the task after the first epoch of stage 1 (for AOA)."""
     ranks: dict[str, int] = {}
-    """Rank of the memory of each protected layer after the task, by the name of its weight."""
+    """Rank of the memory of each protected layer after the task, keyed by the name of its weight."""
     memory_bytes: dict[str, int] = {}
-    """Bytes that each plugin holds after the task, by the name of its class."""
+    """Bytes that each plugin holds after the task, keyed by the name of its class."""
     seconds: Seconds | None = None
 
 
 class MergeRecord(_Frozen):
-    """One merge, with Δ = θ̂ − θ_GP and d = θ_GP − θ*_{t-1}."""
+    """Measurements of one merge, with Δ = θ̂ − θ_GP and d = θ_GP − θ*_{t-1}."""
 
     t: int
-    """Task, counted from 1."""
+    """Number of the task, counted from 1."""
     coefficient: float
-    """λ; its mean over all elements that moved if the rule gives more than one."""
+    """λ. If the rule has one λ per element, the mean over all elements that moved."""
     plasticity: float
     """Δᵀ F_t(θ̂) Δ."""
     stability: float
@@ -92,16 +92,16 @@ class MergeRecord(_Frozen):
     drift_norm: float
     """‖d‖."""
     seconds: float
-    """Both Fisher estimates, the coefficient and the new weights."""
+    """Time for both Fisher estimates, the coefficient and the merged weights."""
 
 
 class References(_Frozen):
-    """Keys of the runs of the same seed that this run is compared with."""
+    """Keys of the runs with the same seed that this run is compared with."""
 
     baseline: str | None = None
     """The same method without its second stage."""
     control: str | None = None
-    """The same method with a second stage of equal training and no merge (``-2x``)."""
+    """The same method with a second stage of equal training but without a merge (``-2x``)."""
 
 
 class _Budget(BaseModel):
@@ -113,7 +113,7 @@ class _Length(BaseModel):
 
 
 class _Spec(BaseModel):
-    """What readers of records need to know of a specification."""
+    """The fields of a specification that tables and figures need."""
 
     benchmark: str
     seed: int
@@ -125,52 +125,65 @@ class _Spec(BaseModel):
 
 
 class Record(_Frozen):
-    """Everything that a run measured."""
+    """Everything that a run measured. ``METRICS`` computes numbers such as ACC from it.
+
+    ``train`` returns a record, and ``read_record`` and ``read_records`` read records from files.
+
+    >>> from became_avalanche import METRICS, Record
+    >>> spec = {"benchmark": "demo", "seed": 0, "n_tasks": 2, "max_epochs": None, "recipe": {"epochs": 5},
+    ...         "stream": {"n_tasks": 2}, "network": {"name": "mlp"}}
+    >>> accuracy = {"test": [[0.9, None], [0.8, 0.7]]}
+    >>> run = Record(key="demo", spec=spec, method="gpm", label="gpm", status="done", accuracy=accuracy)
+    >>> run.benchmark, run.seed
+    ('demo', 0)
+    >>> round(METRICS["acc"].of(run), 2)
+    0.75
+    """
 
     schema_version: int = SCHEMA
     key: str
-    """Name of the run's folder, made from its specification."""
+    """Name of the folder of the run, derived from its specification."""
     spec: dict[str, Any]
     """The specification, as in ``spec.json``."""
     method: str
     """Name of the method, such as ``gpm+became``."""
     label: str
-    """How tables call it: the name of the method unless a study gives it another."""
+    """Name in tables: the name of the method, unless a study gives it another label."""
     references: References = References()
     status: Status = "running"
     error: str | None = None
     """Traceback of a run that diverged or failed."""
     accuracy: dict[str, Matrix] = {}
-    """Accuracy matrix by stream: ``test``, and ``valid`` if there are validation data."""
+    """Accuracy matrix of each stream: ``test``, and ``valid`` if there are validation data."""
     tasks: list[TaskRecord] = []
-    """One per training: one per task, or a single one for joint training."""
+    """One entry per task; joint training has a single entry."""
     merges: list[MergeRecord] = []
     peak_memory_bytes: int | None = None
-    """Largest resident size of the process."""
+    """Peak memory of the process; on a GPU, peak memory of the tensors on it."""
     environment: dict[str, str] = {}
-    """Versions of Python, torch, Avalanche and this package, the processor, and the commit of the code."""
+    """Versions of Python, torch, Avalanche and this package, the processor, and the git commit of the code."""
     resumed: list[int] = []
-    """Number of finished tasks at each resume."""
+    """Number of finished tasks each time the run was resumed."""
     converted: dict[str, float] = Field(default={})
-    """Only in records converted from results of version 0.1: sums that it kept instead of what they are made of
-    (``seconds`` of training, ``valid_acc``)."""
+    """Only in records converted from version 0.1, which stored totals instead of per-task values: ``seconds`` of
+    training and ``valid_acc``."""
     joint_accuracy: list[float | None] = Field(default=[], exclude=True)
-    """A*_i for each task i: its accuracy after joint training on tasks 1..i, as other runs have measured it. It is not
-    part of ``record.json``; ``with_joint`` looks it up."""
+    """A*_i for each task i: its accuracy after joint training on tasks 1..i, measured by other runs. ``with_joint``
+    fills it in; it is not stored in ``record.json``."""
 
     @model_validator(mode="after")
-    def _readable(self) -> Record:
-        """Refuse what tables and figures could not read."""
+    def _check_spec_and_matrices(self) -> Record:
+        """Raise an error if tables and figures could not use the specification or the accuracy matrices."""
         _Spec.model_validate(self.spec)
         for stream, matrix in self.accuracy.items():
             columns = {len(row) for row in matrix}
             if len(columns) > 1 or len(matrix) > min(columns, default=0):
-                raise ValueError(f"the rows of the accuracy matrix of {stream!r} do not have a column for each task")
+                raise ValueError(f"each row of the accuracy matrix {stream!r} must have one column per task")
         return self
 
     @property
     def benchmark(self) -> str:
-        """Name of the benchmark."""
+        """The name of the benchmark."""
         return str(self.spec["benchmark"])
 
     @property
@@ -180,22 +193,25 @@ class Record(_Frozen):
 
     @property
     def finished(self) -> bool:
-        """Whether running it again would give the same: done or diverged."""
+        """Whether the run is done or diverged; running it again would give the same result."""
         return self.status in ("done", "diverged")
 
     @property
     def is_joint(self) -> bool:
-        """Whether it trained on all tasks at once: an upper bound, which is ranked with no other method."""
+        """Whether the run trained on all tasks at once. Tables show it as an upper bound and do not rank it."""
         return self.method == "joint"
 
     def to_json(self) -> str:
-        """The text of ``record.json``."""
+        """Return the text of ``record.json``."""
         return sealed_json(self.model_dump(mode="json"))
 
 
 def parse_record(text: str | bytes, where: str = "the record") -> Record:
-    """A record from the text of ``record.json``; raises a RecordError that says what is wrong with ``where``."""
-    from became_avalanche.results.migrations import migrate  # here: it computes metrics, which need this module
+    """Parse the text of ``record.json``. Raises a RecordError if it is not a valid record.
+
+    :param where: where the text comes from, for error messages.
+    """
+    from became_avalanche.results.migrations import migrate  # imported here because it needs this module
 
     try:
         content = unsealed(text, where, "the record of a run", SCHEMA)
@@ -211,7 +227,17 @@ def parse_record(text: str | bytes, where: str = "the record") -> Record:
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file; raises a RecordError if it is corrupt, foreign or of a newer version."""
+    """Read a record from a file. Raises a RecordError if the file is corrupt, not a record, or of a newer version.
+
+    >>> from pathlib import Path
+    >>> from became_avalanche import Record, read_record
+    >>> spec = {"benchmark": "demo", "seed": 0, "n_tasks": 1, "max_epochs": None, "recipe": {"epochs": 5},
+    ...         "stream": {"n_tasks": 1}, "network": {"name": "mlp"}}
+    >>> run = Record(key="demo", spec=spec, method="gpm", label="gpm")
+    >>> _ = Path("record.json").write_text(run.to_json())
+    >>> read_record(Path("record.json")) == run
+    True
+    """
     try:
         text = read_file(path)
     except OSError as error:
@@ -220,21 +246,36 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The records of all runs in a folder of runs, in the order of their keys."""
+    """Read the records of all runs in a folder of runs, sorted by their keys.
+
+    >>> from pathlib import Path
+    >>> from became_avalanche import Record, read_records
+    >>> spec = {"benchmark": "demo", "n_tasks": 1, "max_epochs": None, "recipe": {"epochs": 5},
+    ...         "stream": {"n_tasks": 1}, "network": {"name": "mlp"}}
+    >>> for seed in (0, 1):
+    ...     folder = Path("my-runs") / f"demo.seed{seed}"
+    ...     folder.mkdir(parents=True)
+    ...     run = Record(key=folder.name, spec={**spec, "seed": seed}, method="gpm", label="gpm")
+    ...     _ = (folder / "record.json").write_text(run.to_json())
+    >>> [run.key for run in read_records(Path("my-runs"))]
+    ['demo.seed0', 'demo.seed1']
+    """
     return with_joint([read_record(path) for path in sorted(folder.glob("*/record.json"))])
 
 
 def with_joint(records: Sequence[Record]) -> list[Record]:
-    """The records, each with ``joint_accuracy`` from those of joint training among them.
+    """Return the records with ``joint_accuracy`` filled in from the runs of joint training among them.
 
-    Joint training on the first i tasks gives A*_i to all runs of the same seed, stream, network and budget. None stands
-    where there is no such run that is done, and where there are two with different settings.
+    Joint training on the first i tasks gives A*_i for all runs with the same benchmark, stream, network, seed and
+    budget. A*_i is None if no such run is done, and also if several are, since it is not clear which one to use.
     """
-    joint = [record for record in records if record.is_joint and record.status == "done" and _has_all_tasks(record)]
+    joint = [
+        record for record in records if record.is_joint and record.status == "done" and _evaluates_all_tasks(record)
+    ]
     return [record.model_copy(update={"joint_accuracy": _joint_accuracy(record, joint)}) for record in records]
 
 
-def _has_all_tasks(record: Record) -> bool:
+def _evaluates_all_tasks(record: Record) -> bool:
     matrix = record.accuracy.get("test")
     return matrix is not None and len(matrix) > 0 and len(matrix[-1]) >= int(record.spec["n_tasks"])
 
@@ -255,19 +296,19 @@ def _same_setting(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def same_budget(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two specifications limit their epochs alike.
+    """Return whether two specifications have the same limit of epochs per stage.
 
-    A specification drops a limit that its recipe does not reach. So a run without limit has the same budget if its
-    recipe is no longer than the limit of the other.
+    A specification drops a limit that its recipe does not reach. So a run without a limit has the same budget as a
+    limited run if its recipe has no more epochs than that limit.
     """
     if first["max_epochs"] == second["max_epochs"]:
         return True
-    free, limited = sorted((first, second), key=lambda spec: spec["max_epochs"] is not None)
-    return free["max_epochs"] is None and bool(free["recipe"]["epochs"] <= limited["max_epochs"])
+    unlimited, limited = sorted((first, second), key=lambda spec: spec["max_epochs"] is not None)
+    return unlimited["max_epochs"] is None and bool(unlimited["recipe"]["epochs"] <= limited["max_epochs"])
 
 
 def last_line(error: str) -> str:
-    """The last line of a traceback, which says what happened, without the module of the error's class."""
+    """Return the last line of a traceback, without the module name in front of the error class."""
     line = (error.strip().splitlines() or [""])[-1]
     name, colon, message = line.partition(": ")
     known = all(part.isidentifier() for part in name.split("."))

@@ -1,9 +1,9 @@
-"""A study as one HTML page that needs nothing else: no network, no server, no torch.
+"""A report of a study as one HTML page, which needs neither network nor server. Writing it does not need torch.
 
-The page is ``page/page.html``, a Jinja template, with ``page.css`` and ``page.js`` written into it. Records are
-untrusted, so every value goes through Jinja's escaping or, for the charts, through JSON in which no character can end a
-tag. The script builds elements and never parses HTML, and the page's content security policy allows this one script,
-this one style sheet, and no address at all.
+The page is ``page/page.html``, a Jinja template with ``page.css`` and ``page.js`` embedded. Records are untrusted, so
+every value goes through Jinja's escaping. Data for the charts are embedded as JSON in which no character can end a tag.
+The script builds elements and never parses HTML. The content security policy of the page allows this one script and
+this one style sheet, and forbids all requests.
 """
 
 from __future__ import annotations
@@ -37,19 +37,28 @@ from became_avalanche.results.tables import (
 
 PAGE = Path(__file__).parent / "page"
 SHOWN = 8
-"""At most so many methods are drawn at first; the reader can choose others."""
+"""Largest number of methods drawn when the page opens; the reader can choose others."""
 ERROR_CHARACTERS = 4000
-"""How much of a traceback is shown, from its end."""
+"""Number of characters shown of a traceback, counted from its end."""
 
 
 def report(records: Iterable[Record], title: str) -> str:
-    """The page as HTML.
+    """Return a report of runs as the text of one HTML page.
 
-    Runs that cannot stand in one table (another benchmark, stream or budget) have sections of their own.
+    Runs that cannot be compared in one table (another benchmark, stream or budget) get separate sections.
 
-    :param records: the runs, in the order of the methods; raises a RecordError if there are none, or if two runs of a
+    >>> from became_avalanche import Record, report
+    >>> spec = {"benchmark": "demo", "seed": 0, "n_tasks": 2, "max_epochs": None, "recipe": {"epochs": 5},
+    ...         "stream": {"n_tasks": 2}, "network": {"name": "mlp"}}
+    >>> accuracy = {"test": [[0.9, None], [0.8, 0.7]]}
+    >>> run = Record(key="demo", spec=spec, method="gpm", label="gpm", status="done", accuracy=accuracy)
+    >>> page = report([run], "My study")
+    >>> "gpm has the highest ACC, 75.00 %" in page
+    True
+
+    :param records: the runs, in the order of the methods. Raises a RecordError if there are none, or if two runs of one
         label have different settings.
-    :param title: what to call the study.
+    :param title: title of the page.
     """
     sections = [Section(runs) for runs in comparisons(records)]
     if not sections:
@@ -84,7 +93,7 @@ class Section:
                 records, [*STANDARD, *(name for name in METRICS if name not in STANDARD)], with_published=True
             )
         except ValueError as error:
-            raise RecordError(f"{error}. Name a study file instead of a folder to choose among its runs") from None
+            raise RecordError(f"{error}. To choose runs of a folder, pass a study file instead") from None
         measured = [m for m in everything.metrics if any(row.values[m.name] is not None for row in everything.rows)]
         self.table = replace(everything, metrics=measured)
         self.ranks = {metric.name: self.table.ranks(metric) for metric in measured}
@@ -93,11 +102,11 @@ class Section:
         self.n_tasks = int(records[0].spec["n_tasks"])
         self.gains = gains(records)
 
-    # ---------------------------------------------------------------------------------------------------- in words
+    # ------------------------------------------------------------------------------------------------ as sentences
 
     @property
     def compared(self) -> str:
-        """What was compared, on what: one sentence."""
+        """One sentence that says what was compared."""
         seeds = {record.seed for record in self.records}
         networks = sorted({str(record.spec["network"]["name"]) for record in self.records})
         budget = f" ({self.budget})" if self.budget else ""
@@ -107,7 +116,7 @@ class Section:
         if len(methods) < len(self.labels):
             who.append(f"joint training {'' if methods else f'learned {tasks} '}all at once")
         sentence = (
-            f"{', and '.join(who)}, with {_listed(networks)} and {_count(len(seeds), 'seed')} each: "
+            f"{', and '.join(who)}, with {_join(networks)} and {_count(len(seeds), 'seed')} each: "
             f"{_count(len(self.records), 'run')}{self._unfinished}."
         )
         return sentence[0].upper() + sentence[1:]
@@ -115,11 +124,11 @@ class Section:
     @property
     def _unfinished(self) -> str:
         words = Counter(_state(record) for record in self.records if record.status != "done")
-        return f", of which {_listed([f'{number} {word}' for word, number in words.items()])}" if words else ""
+        return f", of which {_join([f'{number} {word}' for word, number in words.items()])}" if words else ""
 
     @property
     def found(self) -> str:
-        """What came out: one sentence."""
+        """One sentence that says which method is best and what the merge gains."""
         if self._best is None:
             return "No method has a final accuracy yet."
         best, value = self._best
@@ -129,20 +138,20 @@ class Section:
         over = [gain for gain in self.gains if gaining and gain.label == gaining[0].label]
         if not over:
             return f"{sentence}."
-        gain = over[-1]  # over the control, if there is one: it is the fair comparison
+        gain = over[-1]  # the control comes last; if there is one, it is the fair comparison
         points = _points(gain.paired.gain.mean)
         change = f"loses {points[1:]} points against" if points.startswith("-") else f"gains {points[1:]} points over"
         if gain.paired.interval is None:
             certainty = "a single seed, so this may be chance"
         else:
             certainty = f"95 % interval {self.interval(gain)}"
-            certainty += "" if self.is_clear(gain) else ", which includes zero, so this may be chance"
+            certainty += "" if self.excludes_zero(gain) else ", which includes zero, so this may be chance"
         who = "it" if gain.label == best.label else gain.label
         return f"{sentence}; {who} {change} {gain.over} ({certainty})."
 
     @property
     def _ranked(self) -> list[tuple[Row, Spread]]:
-        """The methods with their ACC; without joint training, which is an upper bound."""
+        """All methods with their ACC, except joint training, which is an upper bound."""
         return [(row, value) for row in self.table.rows if row.competes and (value := row.values["acc"])]
 
     @property
@@ -153,23 +162,23 @@ class Section:
 
     @property
     def references(self) -> list[str]:
-        """The kinds of reference that there are gains over: ``baseline``, ``control``."""
+        """The kinds of references with gains: ``baseline`` and ``control``."""
         return [kind for kind in References.model_fields if any(kind in row.gains for row in self.table.rows)]
 
     def cell(self, metric: Metric, spread: Spread | None) -> str:
-        """The text of a cell."""
+        """Return the text of a table cell."""
         return FORMATS[metric.unit].cell(spread)
 
     def points(self, gain: Gain) -> str:
-        """The mean of a gain in points."""
+        """Return the mean of a gain in points."""
         return _points(gain.paired.gain.mean)
 
     def interval(self, gain: Gain) -> str:
-        """The 95 % interval of a gain; empty for a single seed."""
+        """Return the 95 % interval of a gain; empty for a single seed."""
         return " to ".join(map(_points, gain.paired.interval or ()))
 
-    def is_clear(self, gain: Gain) -> bool:
-        """Whether the interval of a gain leaves out zero."""
+    def excludes_zero(self, gain: Gain) -> bool:
+        """Return whether the 95 % interval of a gain excludes zero."""
         low, high = gain.paired.interval or (0, 0)
         return low * high > 0
 
@@ -182,18 +191,18 @@ class Section:
 
     @property
     def environments(self) -> list[Mapping[str, str]]:
-        """The versions that the runs were made with, each once."""
+        """The distinct environments (versions of packages, processor) of the runs."""
         return list({json.dumps(record.environment): record.environment for record in self.records}.values())
 
     # ------------------------------------------------------------------------------------------------------- charts
 
     def charts(self) -> dict[str, Any]:
-        """What the script draws, as plain values. Accuracies are in percent."""
+        """Return the data of the charts as plain values. Accuracies are in percent."""
         shown = self._shown()
         return {
             "tasks": self.n_tasks,
             "methods": [
-                {"label": label, "shown": label in shown, **_curves(label, runs, self.n_tasks)}
+                {"label": label, "shown": label in shown, **_curves(runs, self.n_tasks)}
                 for label, runs in self.labels.items()
             ],
             "gains": [
@@ -209,35 +218,35 @@ class Section:
         }
 
     def _shown(self) -> set[str]:
-        """The labels that are drawn at first: the best, those with gains and what they gain over, then the others."""
+        """Return the labels drawn when the page opens: the best, those with gains and their references, then others."""
         best = [] if self._best is None else [self._best[0].label]
         paired = [name for gain in self.gains for name in (gain.label, gain.over)]
         return set(list(dict.fromkeys([*best, *paired, *self.labels]))[:SHOWN])
 
 
 def _specification(record: Record) -> str:
-    """The text of a ``spec.json``."""
+    """Return the text of ``spec.json``."""
     return json.dumps({"schema_version": SPEC_SCHEMA, **record.spec}, indent=1, ensure_ascii=False)
 
 
 def _values(record: Record) -> list[tuple[str, str]]:
-    """What the list of runs says about a run: headings and values of the usual metrics."""
+    """Return headings and values of the default metrics of a run, for the list of runs."""
     pairs = [(METRICS[name], METRICS[name].of(record)) for name in STANDARD]
     return [(m.heading, FORMATS[m.unit].cell(Spread(v, None, 1))) for m, v in pairs if v is not None]
 
 
-def _curves(label: str, runs: Sequence[Record], n_tasks: int) -> dict[str, Any]:
-    """Means and standard deviations over the runs that are done; None where a run did not measure."""
+def _curves(runs: Sequence[Record], n_tasks: int) -> dict[str, Any]:
+    """Return means and standard deviations over the runs that are done; None where a run has no value."""
     done = [run for run in runs if run.status == "done"]
     matrices = [run.accuracy.get("test", []) for run in done]
 
     def at(t: int, i: int) -> list[float | None]:
-        return _pair([m[t][i] if t < len(m) and i < len(m[t]) else None for m in matrices], 100)
+        return _mean_and_std([m[t][i] if t < len(m) and i < len(m[t]) else None for m in matrices], 100)
 
     def average(t: int) -> list[float | None]:
         rows = [m[t][: t + 1] if t < len(m) else [] for m in matrices]
         complete = [[value for value in row if value is not None] for row in rows]
-        return _pair([sum(row) / len(row) if len(row) == t + 1 else None for row in complete], 100)
+        return _mean_and_std([sum(row) / len(row) if len(row) == t + 1 else None for row in complete], 100)
 
     merges = {t: [merge for run in done for merge in run.merges if merge.t == t] for t in range(1, n_tasks + 1)}
     tasks = [[run.tasks[t] for run in done if t < len(run.tasks)] for t in range(n_tasks)]
@@ -245,15 +254,17 @@ def _curves(label: str, runs: Sequence[Record], n_tasks: int) -> dict[str, Any]:
     return {
         "accuracy": [[at(t, i) for i in range(t + 1)] for t in range(n_tasks)],
         "average": [average(t) for t in range(n_tasks)],
-        "coefficients": [_pair([merge.coefficient for merge in merges[t]], 1) for t in merges]
+        "coefficients": [_mean_and_std([merge.coefficient for merge in merges[t]], 1) for t in merges]
         if any(merges.values())
         else [],
-        "ranks": {name: [_pair([task.ranks.get(name) for task in group], 1) for group in tasks] for name in layers},
+        "ranks": {
+            name: [_mean_and_std([task.ranks.get(name) for task in group], 1) for group in tasks] for name in layers
+        },
     }
 
 
-def _pair(values: Sequence[float | None], scale: float) -> list[float | None]:
-    """Mean and standard deviation; None for both unless each run has a value."""
+def _mean_and_std(values: Sequence[float | None], scale: float) -> list[float | None]:
+    """Return mean and standard deviation; None for both unless every run has a value."""
     measured = [scale * value for value in values if value is not None]
     if not measured or len(measured) < len(values):
         return [None, None]
@@ -278,12 +289,12 @@ def _count(number: int, noun: str) -> str:
     return f"{words[number] if number < len(words) else number} {noun}{'s' * (number != 1)}"
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _script_data(content: Any) -> Markup:
-    """JSON that can stand in a script element: no character of it can end the element or open a comment."""
+    """Return JSON that is safe inside a script element: no character can end the element or open a comment."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026"))
 

@@ -1,6 +1,6 @@
-"""What was measured around the weights of a merge, as plain values: along its path, and in the plane through it.
+"""Loss and accuracy around the weights of a merge, as plain values: along its path, and in a plane that contains it.
 
-They lie beside the record of their run, so that figures need neither torch nor the weights.
+They are stored in the folder of the run, so that figures need neither torch nor the weights.
 """
 
 from __future__ import annotations
@@ -21,44 +21,53 @@ class _Scan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     t: int
-    """The task, counted from 1."""
+    """Number of the task, counted from 1."""
     n_samples: int | None = None
-    """Samples per task; None for all."""
+    """Number of samples per task; None for all."""
 
     @classmethod
     def path(cls, folder: Path, t: int) -> Path:
-        """Where it lies in the folder of its run."""
+        """Return the path of its file in the folder of its run."""
         return folder / f"{cls.__name__.lower()}-{t:03d}.json"
 
     def to_json(self) -> str:
-        """The text of its file."""
+        """Return the text of its file."""
         return sealed_json({"schema_version": SCHEMA, **self.model_dump(mode="json")})
 
 
 class PathScan(_Scan):
-    """Loss and accuracy of each task at ``θ_GP + λ Δ``."""
+    """Loss and accuracy of each task along the path of a merge, ``θ_GP + λ Δ``.
+
+    >>> from became_avalanche import PathScan
+    >>> loss, accuracy = [[1.0, 2.0, 5.0], [4.0, 1.0, 0.0]], [[1.0, 0.9, 0.5], [0.2, 0.8, 1.0]]
+    >>> scan = PathScan(t=2, coefficients=[0, 0.5, 1], loss=loss, accuracy=accuracy, chosen=0.4, plasticity=1)
+    >>> scan.cumulative_loss
+    [5.0, 3.0, 5.0]
+    >>> scan.best
+    0.5
+    """
 
     coefficients: list[float]
     """λ from 0 to 1."""
     loss: list[list[float]]
-    """A row per task, a column per λ: mean loss over the samples."""
+    """Mean loss over the samples: one row per task, one column per λ."""
     accuracy: list[list[float]]
-    """The same for the fraction of right answers."""
+    """Accuracy as a fraction: one row per task, one column per λ."""
     chosen: float
     """The λ of the merge."""
     plasticity: float
-    """Δᵀ F Δ of the merge, with the diagonal of F."""
+    """Δᵀ F Δ as the merge used it, with the diagonal of the Fisher matrix F."""
     curvature: float | None = None
-    """Δᵀ F Δ with the whole of F, on the samples of the last task; None if it was not computed."""
+    """Δᵀ F Δ with the full Fisher matrix F, on the samples of the last task; None if it was not computed."""
 
     @property
     def cumulative_loss(self) -> list[float]:
-        """The sum of the losses of all tasks, for each λ."""
+        """Sum of the losses of all tasks, for each λ."""
         return [sum(column) for column in zip(*self.loss, strict=True)]
 
     @property
     def best(self) -> float:
-        """The λ with the least cumulative loss."""
+        """The λ with the lowest cumulative loss."""
         losses = self.cumulative_loss
         return self.coefficients[losses.index(min(losses))]
 
@@ -67,21 +76,21 @@ class Landscape(_Scan):
     """Loss and accuracy of each task in the plane through θ*_{t-1}, θ_GP and θ̂."""
 
     x: list[float]
-    """Coordinates along θ_GP − θ*_{t-1}, in the unit of the weights; θ*_{t-1} is at zero."""
+    """Coordinates along θ_GP − θ*_{t-1}, as distances in weight space; θ*_{t-1} is at zero."""
     y: list[float]
-    """Coordinates along what of θ̂ − θ*_{t-1} is orthogonal to that."""
+    """Coordinates along the part of θ̂ − θ*_{t-1} that is orthogonal to θ_GP − θ*_{t-1}."""
     loss: list[list[list[float]]]
-    """Task, y, x: mean training loss over the samples."""
+    """Mean training loss over the samples, indexed by task, y, x."""
     accuracy: list[list[list[float]]]
-    """Task, y, x: fraction of right answers on test samples."""
+    """Accuracy on test samples as a fraction, indexed by task, y, x."""
     points: dict[str, tuple[float, float]]
-    """``anchor`` θ*_{t-1}, ``base`` θ_GP, ``candidate`` θ̂ and ``merged`` θ*."""
+    """Coordinates (x, y) of ``anchor`` θ*_{t-1}, ``base`` θ_GP, ``candidate`` θ̂ and ``merged`` θ*_t."""
 
 
 def read_scan(kind: type[S], path: Path) -> S:
-    """A path or landscape from its file; raises a RecordError if it is corrupt, foreign or of a newer version."""
+    """Read a ``PathScan`` or ``Landscape``. Raises a RecordError if the file is corrupt, of another kind, or newer."""
     try:
-        content = unsealed(path.read_bytes(), str(path), "the measurements around a merge", SCHEMA)
+        content = unsealed(path.read_bytes(), str(path), "a scan around a merge", SCHEMA)
         del content["schema_version"]
         return kind.model_validate(content)
     except OSError as error:
@@ -93,5 +102,5 @@ def read_scan(kind: type[S], path: Path) -> S:
 
 
 def read_scans(kind: type[S], folder: Path) -> list[S]:
-    """All paths or landscapes in the folder of a run, in the order of the tasks."""
+    """Read all ``PathScan`` or ``Landscape`` files in the folder of a run, in the order of the tasks."""
     return [read_scan(kind, path) for path in sorted(folder.glob(f"{kind.__name__.lower()}-*.json"))]

@@ -1,4 +1,4 @@
-"""Tables of records: the mean of each method over seeds, and what one method gains over another."""
+"""Tables of records: the mean of each method over seeds, and the gains of one method over another."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from became_avalanche.results.record import Record, References, same_budget
 from became_avalanche.results.statistics import Paired, Spread, paired
 
 STANDARD = ("acc", "bwt", "epochs", "seconds")
-"""The metrics of a table that is not told otherwise."""
+"""Default metrics of a table."""
 
 SHARED = ("benchmark", "stream", "n_tasks")
-"""The fields of a specification that all runs of a table have in common. ``max_epochs`` has its own check."""
+"""Fields of a specification that must be equal for all runs of a table. ``max_epochs`` is checked separately."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a table prints the values of a unit."""
+    """Format of the values of a unit in tables."""
 
     width: int
     decimals: int
@@ -36,13 +36,16 @@ class Format:
     with_std: bool = False
 
     def number(self, value: float, sign: str = "") -> str:
+        """Return a number as text, with its plus sign if ``sign`` is "+"."""
         return f"{value * self.scale:{sign}.{self.decimals}f}"
 
     def spread(self, spread: Spread, sign: str = "") -> str:
+        """Return mean ± standard deviation as text; only the mean for a single seed."""
         std = "" if spread.std is None else f" ± {self.number(spread.std)}"
         return f"{self.number(spread.mean, sign)}{std}"
 
     def cell(self, spread: Spread | None) -> str:
+        """Return the text of a table cell; a dash if there is no value."""
         if spread is None:
             return "–"
         return self.spread(spread, self.sign) if self.with_std else self.number(spread.mean, self.sign)
@@ -60,28 +63,28 @@ FORMATS: Mapping[Unit, Format] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of one label."""
+    """The runs of one label, as one row of a table."""
 
     label: str
     values: Mapping[str, Spread | None]
-    """Mean and standard deviation over the runs that are done, by metric; None where a run did not measure it."""
+    """Mean and standard deviation over the runs that are done, by metric; None if one of them lacks the metric."""
     runs: int
-    """Number of runs that are done: the seeds behind the mean."""
+    """Number of runs that are done, which is the number of seeds in the mean."""
     absent: Mapping[str, int]
-    """Why seeds of the table are absent from the mean (``diverged``, ``failed``, ``unfinished``, ``missing``), and
-    how many."""
+    """Number of seeds that are not part of the mean, by reason: ``diverged``, ``failed``, ``unfinished`` or
+    ``missing``."""
     competes: bool
-    """Whether it is ranked with the others. Joint training is not: it is an upper bound."""
+    """Whether the row is ranked. Joint training is not, because it is an upper bound."""
     by_seed: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """By metric and seed, the value of each run that is done and measured it."""
+    """Value of each run that is done and measured the metric, by metric and seed."""
     gains: Mapping[str, Gain] = field(default_factory=dict)
-    """The gain over its ``baseline`` and over its ``control``, where there is one."""
+    """Gains over the ``baseline`` and over the ``control`` of the method, if they exist."""
     published: Mapping[str, Spread] = field(default_factory=dict)
-    """What the paper publishes for it, by metric."""
+    """Results published in the paper, by metric."""
 
     @property
     def note(self) -> str:
-        """Which runs are absent from the mean, as ``gpm: 1 of 5 runs diverged``; empty if none is."""
+        """Runs that are not part of the mean, such as ``gpm: 1 of 5 runs diverged``; empty if all are."""
         if not self.absent:
             return ""
         (word, number), *others = self.absent.items()
@@ -97,24 +100,25 @@ class _Column:
     heading: str
     cells: Sequence[str]
     ranks: Sequence[int | None]
-    """1 for the best and for what ties with it, 2 for the second, None for the others."""
+    """For each cell: 1 for the best value and its ties, 2 for the second best and its ties, None otherwise."""
     width: int = 0
-    """The least width in a text."""
+    """Minimum width in a text table."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One row per label, one column per metric, and the paper's figures beside those that it publishes."""
+    """A table with one row per label and one column per metric. The paper's results, if any, are next to ours."""
 
     metrics: Sequence[Metric]
     rows: Sequence[Row]
     difference: str = ""
-    """In what the runs differ from those of the published figures; empty if in nothing or without such figures."""
+    """How the runs differ from the paper's, in words; empty if they do not differ or the paper has no results."""
 
     def text(self, bold: Callable[[str], str] = str, underline: Callable[[str], str] = str) -> str:
-        """The table as text, with the best value of each ranked metric through ``bold``, the second ``underline``.
+        """Return the table as text. Lines below it say which labels have runs that are not part of the mean.
 
-        A line below the table names each label of which runs are absent, and how many.
+        :param bold: how to mark the best value of each ranked metric.
+        :param underline: how to mark the second best value.
         """
         styles: dict[int | None, Callable[[str], str]] = {1: bold, 2: underline, None: str}
         labels = [row.label for row in self.rows]
@@ -127,7 +131,7 @@ class Table:
         return "\n".join(["  ".join(line) for line in zip(*lines, strict=True)] + self.notes())
 
     def markdown(self) -> str:
-        """The table for a Markdown page, with the gains as columns; best values bold, second ones underlined."""
+        """Return the table as Markdown, with the gains as columns. Best values are bold, second best are underlined."""
         columns = [*self._columns(), *self._gain_columns()]
         lines = ["| method | " + " | ".join(column.heading for column in columns) + " |"]
         lines.append("| --- |" + " ---: |" * len(columns))
@@ -138,9 +142,9 @@ class Table:
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes(explain=True))])
 
     def latex(self, caption: str = "") -> str:
-        """The table for a paper, with the gains as columns. It needs ``\\usepackage{booktabs}``.
+        """Return the table as LaTeX, with the gains as columns. It needs ``\\usepackage{booktabs}``.
 
-        :param caption: what to write above it, as plain text.
+        :param caption: caption above the table, as plain text.
         """
         columns = [*self._columns(), *self._gain_columns()]
         styles = {1: r"\textbf{%s}", 2: r"\underline{%s}", None: "%s"}
@@ -165,7 +169,7 @@ class Table:
         )
 
     def csv(self) -> str:
-        """The table as CSV: fractions, counts, seconds and bytes with six digits, empty where nothing was measured."""
+        """Return the table as CSV with six digits. Accuracies are fractions; cells without a value are empty."""
         names = ["method"]
         for metric in self.metrics:
             with_std = FORMATS[metric.unit].with_std
@@ -194,13 +198,13 @@ class Table:
         return text.getvalue()
 
     def notes(self, explain: bool = False) -> list[str]:
-        """What is said below the table: which runs are absent, and how the paper's figures differ.
+        """Return the notes below the table: which runs are not part of the mean, and how the paper's runs differ.
 
-        :param explain: whether to say what the marks mean.
+        :param explain: whether to explain bold and underlined values.
         """
         notes = [row.note for row in self.rows if row.note]
         if self._published() and self.difference:
-            notes.append(f"* The paper's figures have another budget. Ours: {self.difference}.")
+            notes.append(f"* The paper's results have another budget. Ours: {self.difference}.")
         if explain and any(rank for column in self._columns() for rank in column.ranks):
             notes.append(
                 "Best in bold, second underlined. Two methods tie if the 95 % interval of their paired difference "
@@ -209,10 +213,10 @@ class Table:
         return notes
 
     def ranks(self, metric: Metric) -> list[int | None]:
-        """For each row 1 if it is the best or ties with it, 2 if it is the second or ties with that, otherwise None.
+        """Return the rank of each row: 1 for the best and its ties, 2 for the second best and its ties, None otherwise.
 
-        Two rows tie if the 95 % interval of their paired difference contains zero. A single seed has no interval, so
-        only equal values tie. A metric without direction has no ranks.
+        Two rows tie if the 95 % interval of their paired difference contains zero. With a single seed there is no
+        interval, and only equal values tie. A metric without a direction has no ranks.
         """
         ranks: dict[str, int] = {}
         left = [row for row in self.rows if row.competes and row.values[metric.name]]
@@ -278,7 +282,7 @@ _SIGNED = re.compile(r"(?<![\w.])[-+](?=\d)")
 
 
 def _tex(text: str) -> str:
-    """Plain text as LaTeX; the signs of numbers in mathematical mode, where a minus has the right width."""
+    """Return plain text as LaTeX. Signs of numbers are set in math mode, where a minus has the right width."""
     escaped = "".join(_TEX.get(sign, sign) for sign in text)
     return _SIGNED.sub(lambda match: f"${match.group()}$", escaped)
 
@@ -290,15 +294,16 @@ def table(
     *,
     with_published: bool = False,
 ) -> Table:
-    """The mean of each label over seeds, and its gains in the first of the metrics.
+    """Return the mean of each label over seeds, and its gains in the first metric.
 
-    Only runs that are done are averaged. The table says which seeds are absent: runs that diverged, failed or are
-    unfinished, and seeds that other labels have.
+    Only runs that are done are averaged. The table notes which runs are not part of the mean: those that diverged,
+    failed or are unfinished, and those that are missing for a seed that other labels have.
 
-    :param records: runs with one budget on one benchmark; a ValueError says which two are not comparable.
+    :param records: runs with the same budget on one benchmark. Raises a ValueError that names two runs if they cannot
+        be compared.
     :param metrics: names of metrics, in the order of the columns.
-    :param order: labels in the order of the rows; other labels follow. By default the order of the records.
-    :param with_published: whether to show the paper's figures where it has some.
+    :param order: labels in the order of the rows; all other labels follow (default: the order of the records).
+    :param with_published: whether to show the paper's results where it has some.
     """
     records = in_order(records, order or ())
     check_comparable(records)
@@ -325,34 +330,35 @@ def _row(label: str, runs: Sequence[Record], metrics: Sequence[Metric], seeds: s
 
 
 def _spread(by_seed: Mapping[int, float], runs: int) -> Spread | None:
-    """None unless each run has a value: a mean over fewer seeds than the row counts would mislead."""
+    """Return mean and standard deviation; None unless every run has a value, since the row counts all runs."""
     return Spread.of(list(by_seed.values())) if by_seed and len(by_seed) == runs else None
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What one label gains over another in one metric, seed by seed."""
+    """Gain of one label over another in one metric, paired by seed."""
 
     label: str
     over: str
     metric: Metric
     paired: Paired
     kind: str = ""
-    """``baseline`` or ``control`` if it is a gain over the reference of its records."""
+    """``baseline`` or ``control`` if ``over`` is that reference of the label; empty otherwise."""
 
     def short(self) -> str:
-        """As ``+0.72 [+0.16, +1.28]``, with the 95 % interval if there is more than one seed."""
+        """Return the gain as ``+0.72 [+0.16, +1.28]``, with the 95 % interval if there is more than one seed."""
         style = FORMATS[self.metric.unit]
         interval = self.paired.interval and ", ".join(style.number(bound, "+") for bound in self.paired.interval)
         return style.number(self.paired.gain.mean, "+") + (f" [{interval}]" if interval else "")
 
     def text(self, interval: bool = True) -> str:
-        """As ``gpm+became over gpm: +0.72 ± 0.45 points of ACC (95 % interval +0.16 to +1.28, p = 0.06, 5 seeds)``.
+        """Return the gain as a line of text.
 
-        One seed has neither interval nor p. Two seeds have no p in the text: a sign flip gives 0.5 or 1, whatever the
-        gains are. Five seeds give 0.06 at best, six are the fewest that can reach 0.05.
+        Example: ``gpm+became over gpm: +0.72 ± 0.45 points of ACC (95 % interval +0.16 to +1.28, p = 0.06, 5 seeds)``.
+        With one seed there is neither an interval nor p. With two seeds p is omitted: the sign-flip test can only give
+        0.5 or 1. The smallest possible p is 0.06 with five seeds; at least six are needed for p < 0.05.
 
-        :param interval: whether to add what is in parentheses.
+        :param interval: whether to add the part in parentheses.
         """
         style, gain = FORMATS[self.metric.unit], self.paired.gain
         name = self.metric.title
@@ -367,9 +373,10 @@ class Gain:
 
 
 def gains(records: Iterable[Record], metric: str = "acc") -> list[Gain]:
-    """The gain of each label over its baseline and over its control, paired by the keys that its records name.
+    """Return the gain of each label over its baseline and over its control.
 
-    A pair counts if both runs are in ``records`` and done. A label without any pair has no gain.
+    Each record names the keys of the runs that it is paired with. A pair counts if both runs are in ``records`` and
+    done. A label without any pair has no gain.
     """
     records = list(records)
     check_comparable(records)
@@ -386,7 +393,7 @@ def gains(records: Iterable[Record], metric: str = "acc") -> list[Gain]:
 
 
 def gains_over(records: Iterable[Record], label: str, metric: str = "acc") -> list[Gain]:
-    """The gain of every other label over one label, paired by seed."""
+    """Return the gain of every other label over ``label``, paired by seed."""
     records = list(records)
     check_comparable(records)
     labels = by_label(records)
@@ -410,7 +417,7 @@ def _gain(label: str, over: str, pairs: Iterable[tuple[Record, Record]], metric:
 
 
 def text_gains(gains: Iterable[Gain], interval: bool = True) -> str:
-    """The gains as text, one per line.
+    """Return the gains as text, one per line.
 
     :param interval: whether to add the 95 % interval, p and the number of seeds.
     """
@@ -418,14 +425,14 @@ def text_gains(gains: Iterable[Gain], interval: bool = True) -> str:
 
 
 def in_order(records: Iterable[Record], labels: Sequence[str]) -> list[Record]:
-    """The records of ``labels`` in that order, then all others, each label by seed."""
+    """Sort records: first those of ``labels`` in that order, then all others; the runs of each label by seed."""
     place = {label: index for index, label in enumerate(labels)}
     groups = by_label(records)
     return [run for label in sorted(groups, key=lambda label: place.get(label, len(place))) for run in groups[label]]
 
 
 def in_families(records: Iterable[Record]) -> list[Record]:
-    """The records with each method, its control and its merges together, and joint training last."""
+    """Sort records so that each method, its control and its merges are together, and joint training is last."""
 
     def place(record: Record) -> tuple[bool, str, bool, bool, str]:
         base, merge, _ = record.method.partition("+")
@@ -435,7 +442,7 @@ def in_families(records: Iterable[Record]) -> list[Record]:
 
 
 def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The records of each label by seed; the labels in the order of the records."""
+    """Group records by label, in the order of the records; the runs of each label are sorted by seed."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.label, []).append(record)
@@ -443,17 +450,17 @@ def by_label(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def check_comparable(records: Sequence[Record]) -> None:
-    """Raise a ValueError that names two runs and the fields in which they differ if a table would mix settings.
+    """Raise a ValueError if the runs cannot be shown in one table. It names two runs and the fields that differ.
 
-    Runs of one label may differ in the seed only. Runs of different labels share benchmark, stream and budget; network,
-    recipe and method are their own.
+    Runs of one label may differ only in the seed. Runs of different labels must have the same benchmark, stream and
+    budget, but may differ in network, recipe and method.
     """
     for label, runs in by_label(records).items():
         for run, following in pairwise(runs):
             _check_same(run, following, (run.spec.keys() | following.spec.keys()) - {"seed"}, f"averaged as {label!r}")
             if run.seed == following.seed:
                 raise ValueError(
-                    f"the runs {run.key} and {following.key} are the same run of {label!r}, seed {run.seed}: "
+                    f"the runs {run.key} and {following.key} are both {label!r} with seed {run.seed}: "
                     "leave one of them out"
                 )
     for record in records[1:]:
@@ -478,10 +485,10 @@ def _check_same(first: Record, second: Record, fields: Iterable[str], purpose: s
 
 
 def _differences(field: str, first: Any, second: Any) -> list[str]:
-    """The fields below ``field`` with different values, as ``recipe.batch_size (32 and 64)``.
+    """Return the fields below ``field`` that have different values, such as ``recipe.batch_size (32 and 64)``.
 
-    A label decides no number. Records have all options of plugins, so an option that only one of the runs has is newer
-    than the other run.
+    Labels are ignored, since they have no influence on results. Options of plugins that only one of the runs has are
+    ignored too: records contain all options, so such an option was added to the package after the other run.
     """
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         common = field in ("method.options", "method.merge.options")
@@ -494,7 +501,7 @@ def _differences(field: str, first: Any, second: Any) -> list[str]:
 
 
 def budget(spec: Mapping[str, Any]) -> str:
-    """To what a specification is scaled down, as ``3 of 10 tasks, at most 20 epochs per stage``; empty if it is not."""
+    """Return a reduced budget in words, such as ``3 of 10 tasks, at most 20 epochs per stage``; empty if it is full."""
     parts = []
     if spec["n_tasks"] < spec["stream"]["n_tasks"]:
         parts.append(f"{spec['n_tasks']} of {spec['stream']['n_tasks']} tasks")
@@ -504,14 +511,14 @@ def budget(spec: Mapping[str, Any]) -> str:
 
 
 def longest_budget(records: Iterable[Record]) -> str:
-    """What ``budget`` says about runs with one budget; those whose recipe is short enough have no limit of epochs."""
+    """Return ``budget`` of runs with the same budget, from a run that states the limit of epochs if there is one."""
     return max((budget(record.spec) for record in records), key=len, default="")
 
 
 def comparisons(records: Iterable[Record]) -> list[list[Record]]:
-    """The records in groups that a table can compare: one benchmark and one budget each, in the order of the records.
+    """Group records that one table can compare: one benchmark and one budget per group, in the order of the records.
 
-    Runs of joint training on fewer tasks than the others, which IM needs, are in no group.
+    Runs of joint training on the first few tasks, which only IM needs, are left out.
     """
     groups: list[list[Record]] = []
     for record in records:

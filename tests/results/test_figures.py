@@ -8,8 +8,8 @@ from became_avalanche.results.figures import (
     FIGURES,
     NothingToDrawError,
     comparison_figure,
-    few_that_matter,
     landscape_figure,
+    main_labels,
     path_figure,
     run_figure,
     save_figure,
@@ -186,9 +186,9 @@ def test_costs():
 # ------------------------------------------------------------------------------------------------------------ many
 
 
-def test_the_few_that_matter_are_the_best_merge_with_its_references_and_the_best_others():
+def test_the_main_labels_are_the_best_merge_with_its_references_and_the_best_others():
     records = runs(["finetune", *WALL])
-    shown = few_that_matter(records)
+    shown = main_labels(records)
     assert len(shown) == 6
     accs = {m: np.mean([oracles.acc(matrix_of(m, seed)) for seed in range(2)]) for m in ["finetune", *WALL]}
     best = max((method for method in WALL if "+" in method), key=accs.get)
@@ -211,7 +211,7 @@ def test_merging_methods_have_different_colours_even_if_they_matter_less():
     lines = [found for found in axes_of(drawn("coefficients", records)).lines if found.get_label() != "1/t"]
     assert len({found.get_color() for found in lines}) == len(lines) == 5
     average = axes_of(drawn("average", records))
-    both = [found for found in lines if found.get_label() in few_that_matter(records)]
+    both = [found for found in lines if found.get_label() in main_labels(records)]
     assert both
     for found in both:
         assert line(average, found.get_label()).get_color() == found.get_color()

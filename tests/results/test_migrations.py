@@ -32,8 +32,8 @@ def test_nothing_of_a_run_is_lost(method):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"acc": 0.5}, "its acc is 0.5, but its accuracies give "),
-        ({"bwt": None}, "its bwt is None, but its accuracies give "),
+        ({"acc": 0.5}, "the stored acc is 0.5, but the accuracies give "),
+        ({"bwt": None}, "the stored bwt is None, but the accuracies give "),
         ({"seed": 7}, "seed is 7 in the results and 0 in the specification"),
         ({"benchmark": "other"}, "benchmark is 'other' in the results"),
         ({"accuracy": [[0.5]]}, "n_tasks is 1 in the results and 3 in the specification"),
@@ -50,10 +50,10 @@ def test_a_run_that_contradicts_itself_is_refused(changes, message):
 def test_a_run_without_its_spec_is_refused():
     run = old_run("gpm")
     del run["spec"]
-    with pytest.raises(RecordError, match="it has no 'spec'"):
+    with pytest.raises(RecordError, match="the field 'spec' is missing"):
         parse_record(json.dumps(run))
 
 
 def test_an_unknown_older_version_is_refused():
-    with pytest.raises(RecordError, match="schema version -1, which is not known"):
+    with pytest.raises(RecordError, match="schema version -1, which is unknown"):
         parse_record(json.dumps({**old_run("gpm"), "schema_version": -1}))

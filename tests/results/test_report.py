@@ -273,7 +273,7 @@ def test_nothing_to_report_and_runs_that_do_not_fit_are_errors():
     with pytest.raises(RecordError, match="mine has no runs to report"):
         report([], "mine")
     runs = [made_up("gpm", 0), made_up("gpm", 1, spec=make_spec("gpm", 1, threads=2))]
-    with pytest.raises(RecordError, match=r"differ in threads \(1 and 2\).*Name a study file instead of a folder"):
+    with pytest.raises(RecordError, match=r"differ in threads \(1 and 2\).*pass a study file instead"):
         report(runs, "mine")
 
 

@@ -149,7 +149,7 @@ def test_published_figures_stand_beside_ours_with_the_difference():
     short = shown(runs(1, benchmark="10-split-cifar100-cpu", n_tasks=2, max_epochs=5))
     assert "71.81 ± 0.10* " in short.text()
     assert short.notes() == [
-        "* The paper's figures have another budget. Ours: 2 of 3 tasks, at most 5 epochs per stage, a shorter recipe, "
+        "* The paper's results have another budget. Ours: 2 of 3 tasks, at most 5 epochs per stage, a shorter recipe, "
         "1 seed instead of 5."
     ]
     (row,) = csv.DictReader(io.StringIO(short.csv()))
@@ -392,7 +392,7 @@ def test_labels_may_differ_in_recipe_and_network():
 
 
 def test_a_run_that_is_listed_twice_is_refused(records):
-    with pytest.raises(ValueError, match=r"gpm\.1 and gpm\.1 are the same run of 'gpm', seed 1"):
+    with pytest.raises(ValueError, match=r"gpm\.1 and gpm\.1 are both 'gpm' with seed 1"):
         table([*records, made_up("gpm", 1)])
 
 

@@ -1,15 +1,15 @@
 "use strict";
-// Sorts the tables and draws the charts. Text from records is only ever set as text, never parsed as HTML.
+// Sorts the tables and draws the charts. Text from records is always set as text and never parsed as HTML.
 (() => {
   const MARKS = [
     "M4.5 0A4.5 4.5 0 1 1-4.5 0 4.5 4.5 0 1 1 4.5 0Z", "M-4-4H4V4H-4Z", "M0-5.5 5 4H-5Z", "M0-5.8 5.8 0 0 5.8-5.8 0Z",
     "M0 5.5 5-4H-5Z", "M-1.8-5H1.8V-1.8H5V1.8H1.8V5H-1.8V1.8H-5V-1.8H-1.8Z",
   ];
   const DASHES = ["none", "8 4", "2 3", "10 3 2 3"];
-  const BANDS = 5; // with more lines than this, bands of standard deviations would hide them
+  const BANDS = 5; // with more lines than this, the bands of standard deviations would hide the lines
   const REFERENCE = { colour: "reference", dash: "1 5", mark: "M0 0" };
 
-  /** An element; attributes that are functions become listeners. */
+  /** Creates an element. Attributes that are functions become event listeners. */
   function el(tag, attributes = {}, ...children) {
     const [name, space] = tag.startsWith("svg:") ? [tag.slice(4), "http://www.w3.org/2000/svg"] : [tag, "http://www.w3.org/1999/xhtml"];
     const element = document.createElementNS(space, name);
@@ -39,14 +39,14 @@
     const body = table.tBodies[0];
     const original = [...body.rows];
     headings.forEach((heading, column) => heading.querySelector("button").addEventListener("click", () => {
-      // numbers: largest first, then smallest first, then the order of the study; names the other way round
+      // numbers: descending, ascending, original order; names: ascending, descending, original order
       const cycle = heading.classList.contains("number") ? ["none", "descending", "ascending"] : ["none", "ascending", "descending"];
       const order = cycle[(cycle.indexOf(heading.getAttribute("aria-sort")) + 1) % 3];
       headings.forEach((other) => other.setAttribute("aria-sort", other === heading ? order : "none"));
       const sign = order === "descending" ? -1 : 1;
       const rows = order === "none" ? original : original.slice().sort((a, b) => {
         const [x, y] = [a, b].map((row) => row.cells[column].dataset.value);
-        if (x === "" || y === "") return (x === "") - (y === ""); // what was not measured comes last
+        if (x === "" || y === "") return (x === "") - (y === ""); // empty cells come last
         return sign * (heading.classList.contains("number") ? x - y : x.localeCompare(y));
       });
       body.append(...rows);
@@ -74,7 +74,7 @@
 
   // ------------------------------------------------------------------------------------------------------ the charts
 
-  /** Colour, dash and mark of the series with this number: each can be told apart without colour. */
+  /** Colour, dash and mark of series number k. Dashes and marks can be told apart without colour. */
   const style = (k) => (k < 0 ? REFERENCE : { colour: `s${k % 8}`, dash: DASHES[k % 4], mark: MARKS[k % 6] });
 
   function swatch(k) {
@@ -84,7 +84,7 @@
       el("svg:path", { class: "mark", d: mark, transform: "translate(21 8)" }));
   }
 
-  /** Round values that cover from low to high. */
+  /** Round tick values that cover the range from low to high. */
   function ticks(low, high, count) {
     const raw = (high - low || 1) / count;
     const power = 10 ** Math.floor(Math.log10(raw));
@@ -93,7 +93,7 @@
   }
 
   /**
-   * A line chart with a cursor that follows the pointer and the arrow keys.
+   * Draws a line chart with a cursor that follows the pointer and the arrow keys.
    * get() returns {title, x, y, digits, unit, from, to, limits, include, series: [{label, k, points: [[x, mean, std], ...]}]}.
    */
   function lineChart(id, caption, get, controls = []) {
@@ -102,7 +102,7 @@
     const numbers = el("div", { class: "scroll heat-scroll" });
     const figure = el("figure", { class: "chart", id },
       el("h3", {}, caption), ...controls, el("div", { class: "split" }, plot, readout),
-      el("details", {}, el("summary", {}, "The numbers of this chart"), numbers));
+      el("details", {}, el("summary", {}, "Data of this chart"), numbers));
     let now, cursor, toX;
 
     function move(x) {
@@ -158,7 +158,7 @@
         picture.append(group);
       }
       plot.replaceChildren(picture);
-      for (const [key, value] of Object.entries({ label: `${caption}. Arrow keys move over the tasks.`, valuemin: now.from, valuemax: now.to })) {
+      for (const [key, value] of Object.entries({ label: `${caption}. Use the arrow keys to move from task to task.`, valuemin: now.from, valuemax: now.to })) {
         plot.setAttribute(`aria-${key}`, value);
       }
       numbers.replaceChildren(el("table", { class: "numbers" },
@@ -184,7 +184,7 @@
     return { figure, draw };
   }
 
-  /** Buttons and a slider that step from one number to the next. */
+  /** Creates buttons and a slider that step from one number to the next. */
   function stepper(name, first, last, value, describe, changed) {
     const slider = el("input", { type: "range", min: first, max: last, step: 1, value, "aria-label": name });
     const text = el("output");
@@ -206,9 +206,9 @@
   function accuracyChart(id, data, chosen) {
     let task = 0;
     const control = stepper("Task to show", 0, data.tasks, 0,
-      (i) => (i ? `task ${i} alone` : "mean over the tasks learned so far"), (i) => { task = i; if (chart) chart.draw(); });
+      (i) => (i ? `only task ${i}` : "mean over the tasks learned so far"), (i) => { task = i; if (chart) chart.draw(); });
     let chart = null;
-    chart = lineChart(id, "Accuracy as training goes on", () => ({
+    chart = lineChart(id, "Accuracy during training", () => ({
       title: (t) => `${task ? `Task ${task}` : "All tasks learned"}, after ${t} task${t > 1 ? "s" : ""}`,
       x: "tasks learned", y: "accuracy %", digits: 2, unit: " %", from: task || 1, to: data.tasks, limits: [0, 100], include: [],
       series: chosen().map((method) => ({
@@ -226,9 +226,9 @@
     const readout = el("div", { class: "readout", role: "status" });
     const control = stepper("Tasks learned", 1, data.tasks, data.tasks,
       (t) => `after ${t} of ${data.tasks} tasks`, (t) => { after = t; draw(); });
-    const figure = el("figure", { class: "chart", id }, el("h3", {}, "Each task under each method"),
-      el("p", { class: "hint" }, "Accuracy in percent. Step through training, and point at a task (or press it) to rank the methods on it."),
-      control.bar, el("div", { class: "split" }, el("div", { class: "scroll heat-scroll", tabindex: "0", role: "region", "aria-label": "Each task under each method" }, table), readout));
+    const figure = el("figure", { class: "chart", id }, el("h3", {}, "Accuracy per task and method"),
+      el("p", { class: "hint" }, "Accuracy in percent. Step through training with the slider. Point at a task or press it to rank the methods on it."),
+      control.bar, el("div", { class: "split" }, el("div", { class: "scroll heat-scroll", tabindex: "0", role: "region", "aria-label": "Accuracy per task and method" }, table), readout));
 
     function choose(i) {
       task = i;
@@ -262,8 +262,8 @@
 
   function gainChart(id, data) {
     const plot = el("div", { class: "gains" });
-    const figure = el("figure", { class: "chart", id }, el("h3", {}, "What the second stage gains"),
-      el("p", { class: "hint" }, "Mean difference of ACC in points with its 95 % interval, paired by seed. An interval that crosses zero may be chance."), plot);
+    const figure = el("figure", { class: "chart", id }, el("h3", {}, "Gain of the second stage"),
+      el("p", { class: "hint" }, "Mean difference of ACC in points with its 95 % interval, paired by seed. If the interval contains zero, the gain may be chance."), plot);
     function draw() {
       const width = Math.max(260, plot.clientWidth || 640), narrow = width < 560, row = narrow ? 50 : 34;
       const left = narrow ? 12 : Math.min(330, width * 0.4), right = 16;
