@@ -1,4 +1,4 @@
-"""How far to go from the stable weights to the plastic ones."""
+"""Merging rules: how far to move from the weights of the projected stage to those of the free stage."""
 
 from __future__ import annotations
 
@@ -19,14 +19,28 @@ Weights: TypeAlias = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class MergeInputs:
-    """Everything that a rule may look at. Tensors are keyed by parameter name."""
+    """The inputs of a merging rule. Tensors are keyed by parameter name.
+
+    A rule is a function of these inputs. It returns how far to move from ``base`` to ``candidate``:
+
+    >>> import torch
+    >>> from became_avalanche import MergeInputs
+    >>> from became_avalanche.merging.rules import RULES
+    >>> base, candidate = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 2.0])}
+    >>> fisher, precision = {"w": torch.tensor([3.0, 1.0])}, {"w": torch.tensor([1.0, 0.5])}
+    >>> inputs = MergeInputs(2, base, base, candidate, fisher, precision)
+    >>> round(RULES["became"](inputs), 3)  # (3 · 1² + 1 · 2²) / (4 · 1² + 1.5 · 2²)
+    0.7
+    >>> RULES["one-over-t"](inputs)
+    0.5
+    """
 
     t: int
-    """The task, counted from 1."""
+    """Number of the task, counted from 1."""
     anchor: Weights
     """θ*_{t-1}: the merged weights of the previous task."""
     base: Weights
-    """θ_GP: the weights after the projected stage. Without projection, the anchor."""
+    """θ_GP: the weights after the projected stage. Without projection, the same object as ``anchor``."""
     candidate: Weights
     """θ̂: the weights after the free stage."""
     fisher: Weights
@@ -34,12 +48,12 @@ class MergeInputs:
     precision: Weights
     """Diagonal of Λ_{t-1}, the sum of the Fisher information of all earlier tasks at their merged weights."""
     previous_fisher: Weights = field(default_factory=dict)
-    """Diagonal of F_{t-1}(θ̂_{t-1}), of the previous task alone before its merge; empty unless the rule is a
+    """Diagonal of F_{t-1}(θ̂_{t-1}): the previous task alone, before its merge. Empty unless the rule is a
     ``PreviousFisherRule``."""
 
     @property
     def projected(self) -> bool:
-        """Whether the path starts from weights that have learned the task by gradient projection."""
+        """Whether ``base`` has learned the task by gradient projection."""
         return self.base is not self.anchor
 
     @property
@@ -54,43 +68,54 @@ class MergeInputs:
 
 
 def quadratic_form(left: Weights, diagonal: Weights, right: Weights) -> float:
-    """``leftᵀ diag(diagonal) right``, in float64."""
+    """Return ``leftᵀ diag(diagonal) right``, in float64."""
     return sum(float((left[name].double() * diagonal[name].double() * right[name].double()).sum()) for name in left)
 
 
 def norm(weights: Weights) -> float:
-    """``‖weights‖`` over all tensors, in float64."""
+    """Return ``‖weights‖`` over all tensors, in float64."""
     return sqrt(sum(float(tensor.double().square().sum()) for tensor in weights.values()))
 
 
 Coefficient: TypeAlias = float | Mapping[str, Tensor]
-"""How far to go from ``base`` to ``candidate``: one number, or by name one per tensor or one per element."""
+"""How far to move from ``base`` to ``candidate``: one number for all parameters, or by parameter name a tensor with one
+number or with one number per element."""
 
 Rule: TypeAlias = Callable[[MergeInputs], Coefficient]
 
 
 class PreviousFisherRule(ABC):
-    """A rule that looks at ``MergeInputs.previous_fisher``. Inherit from it, and that Fisher information is kept."""
+    """Base class of rules that use ``MergeInputs.previous_fisher``, which is kept only for them.
+
+    >>> import torch
+    >>> from became_avalanche import MergeInputs, PreviousFisherRule
+    >>> class ShareOfFisher(PreviousFisherRule):
+    ...     def __call__(self, inputs):
+    ...         return {name: now / (now + inputs.previous_fisher[name]) for name, now in inputs.fisher.items()}
+    >>> zeros, ones, threes = ({"w": torch.full((2,), value)} for value in (0.0, 1.0, 3.0))
+    >>> ShareOfFisher()(MergeInputs(2, zeros, zeros, ones, fisher=threes, precision=ones, previous_fisher=ones))
+    {'w': tensor([0.7500, 0.7500])}
+    """
 
     @abstractmethod
     def __call__(self, inputs: MergeInputs) -> Coefficient:
-        """How far to go from ``base`` to ``candidate``."""
+        """Return how far to move from ``base`` to ``candidate``."""
 
 
 @dataclass(frozen=True)
 class Became:
-    """The coefficient in closed form:
+    """The coefficient of BECAME in closed form (Eq. 20):
 
         λ = Δᵀ F_t(θ̂) Δ / Δᵀ (F_t(θ̂) + Λ_{t-1}) Δ,
 
-    for all parameters together, for each tensor, or for each element. Element by element it is ``F / (F + Λ)``, the
+    for all parameters together, per tensor, or per element (``granularity``). Per element it is ``F / (F + Λ)``, the
     mode of IMM.
 
-    Eq. 20 assumes ``dᵀ Λ_{t-1} Δ`` to be zero, with ``d = θ_GP − θ*_{t-1}``. ``exact_anchor`` subtracts it from the
-    numerator and cuts the result off at 0 and 1.
+    Eq. 20 assumes ``dᵀ Λ_{t-1} Δ`` to be zero, with ``d = θ_GP − θ*_{t-1}``. ``exact_anchor`` subtracts this term from
+    the numerator and clips the result to [0, 1].
 
-    Where stage 2 did not move, λ = 0. Where it moved and neither Fisher information sees anything, 1/t; with a warning
-    if that is so for all parameters together.
+    Where stage 2 did not change the weights, λ = 0. Where it changed them but both terms of the denominator are zero,
+    λ = 1/t. For all parameters together, a warning says so.
     """
 
     granularity: Literal["global", "tensor", "element"] = "global"
@@ -102,7 +127,7 @@ class Became:
 
     def __call__(self, inputs: MergeInputs) -> Coefficient:
         if self.granularity == "global":
-            return self._of_all(inputs)
+            return self._of_all_parameters(inputs)
         weights = {}
         for name, step in inputs.delta.items():
             fisher, precision = inputs.fisher[name].double(), inputs.precision[name].double()
@@ -116,7 +141,7 @@ class Became:
             weights[name] = torch.where(step == 0, 0.0, ratio)
         return weights
 
-    def _of_all(self, inputs: MergeInputs) -> float:
+    def _of_all_parameters(self, inputs: MergeInputs) -> float:
         delta = inputs.delta
         if not any(step.any() for step in delta.values()):
             return 0.0
@@ -124,7 +149,7 @@ class Became:
         stability = quadratic_form(delta, inputs.precision, delta)
         if plasticity + stability == 0:
             warnings.warn(
-                f"task {inputs.t}: the Fisher information of this task and that of the earlier ones vanish along the "
+                f"task {inputs.t}: the Fisher information of this task and of all earlier tasks is zero along the "
                 f"merging path, so Eq. 20 is undefined; merging with 1/t = {1 / inputs.t:.3f} instead",
                 stacklevel=3,
             )
@@ -137,7 +162,7 @@ class Became:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same for each task, as in CoMA."""
+    """The same coefficient for each task, as in CoMA."""
 
     alpha: float = 0.4
 
@@ -149,7 +174,7 @@ class Constant:
 class CoFiMA(PreviousFisherRule):
     """``α F_t / ((1 − α) F_{t-1} + α F_t)`` for each element, with the Fisher information of the previous task alone.
 
-    Where both vanish, α. What the previous task did not have (a new head) has no Fisher information there.
+    Where both are zero, it is α. For parameters that the previous task did not have (a new head), ``F_{t-1}`` is zero.
     """
 
     alpha: float = 0.4
@@ -164,12 +189,12 @@ class CoFiMA(PreviousFisherRule):
 
 
 def one_over_t(inputs: MergeInputs) -> float:
-    """The mean of all tasks, if each starts from the mean of those before (IMM-mean, Connector)."""
+    """Return 1/t: the mean of all tasks, if ``base`` is the mean of the earlier ones (IMM-mean, Connector)."""
     return 1 / inputs.t
 
 
 def none(inputs: MergeInputs) -> float:
-    """No merge: the weights after the first stage, which is the only one without projection."""
+    """Do not merge: keep the weights after the first stage. Without projection, ``candidate`` is that stage."""
     return 0.0 if inputs.projected else 1.0
 
 
@@ -188,7 +213,7 @@ RULES: dict[str, Rule] = {
 
 
 def mean_coefficient(coefficient: Coefficient, delta: Weights) -> float:
-    """The mean of a coefficient over all elements that moved."""
+    """Return the mean of a coefficient over all elements that moved."""
     if not isinstance(coefficient, Mapping):
         return float(coefficient)
     moved = {name: delta[name] != 0 for name in coefficient}

@@ -50,7 +50,7 @@ def in_double(basis: Tensor) -> Tensor:
 def take_until_threshold(
     values: Tensor, threshold: float, total: Tensor, *, held: float | Tensor = 0.0, below: bool = False
 ) -> Tensor:
-    """Mask the first ``values`` (groups, n), until ``held`` plus their sum reaches ``threshold * total``.
+    """Return a mask of the first ``values`` (groups, n), until they and ``held`` sum up to ``threshold * total``.
 
     ``below=True`` takes one value fewer, so that the sum stays below that.
     """

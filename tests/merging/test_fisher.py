@@ -104,7 +104,7 @@ class Tokens(nn.Module):
 
 
 class Once(nn.Module):
-    """Tokens that meet each layer once."""
+    """Tokens, with one call of each layer."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ class Doubling(nn.BatchNorm1d):
 
 
 class Tokenised(nn.Module):
-    """Embeddings of numbers, of which some are equal."""
+    """Embeddings of rounded numbers, so that some tokens occur several times."""
 
     def __init__(self, padding_idx=None):
         super().__init__()
@@ -256,7 +256,7 @@ def test_batched_and_sampled_equal_the_loop(name):
 
 
 def argmax_oracle(model, batches):
-    """Mean over batches of B g² at the model's own labels, one pass for the labels and the gradient."""
+    """Mean over batches of B g² at the most likely labels, with one pass for labels and gradient."""
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for x in batches:
         logits = model(x)
@@ -274,7 +274,7 @@ def test_argmax_equals_the_loop(training, sizes, seed):
     layers = [nn.Linear(3, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Dropout(0.5), nn.Linear(6, 4)]
     model = nn.Sequential(*layers).double().train(training)
     batches = [torch.randn(n, 3).double() for n in sizes]
-    y = [torch.zeros(n, dtype=torch.long) for n in sizes]  # not looked at
+    y = [torch.zeros(n, dtype=torch.long) for n in sizes]  # not used
     torch.manual_seed(seed)  # the same dropout masks
     passes = (Batch(torch.zeros(()), model(x), labels) for x, labels in zip(batches, y, strict=True))
     parameters = dict(model.named_parameters())
@@ -285,7 +285,7 @@ def test_argmax_equals_the_loop(training, sizes, seed):
 
 
 def test_the_mean_over_batches_is_for_batched_estimators_alone():
-    with pytest.raises(ValueError, match="needs an estimator of batches, such as 'batched'; got 'exact'"):
+    with pytest.raises(ValueError, match="needs a batched estimator, such as 'batched'; got 'exact'"):
         Fisher("exact", reduction="batches")
     with pytest.raises(ValueError, match="mode must be 'eval' or 'train'; got 'test'"):
         Fisher(mode="test")
@@ -391,11 +391,11 @@ def test_unknown_estimators_are_refused():
         Fisher("exact")([], nn.Linear(1, 1), {})
 
 
-# ---------------------------------------------------------------------------------------------------- the whole matrix
+# ---------------------------------------------------------------------------------- the budget, and the full matrix
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor made."""
+    """Records the number of elements of the largest tensor that is created."""
 
     elements = 0
 
@@ -490,7 +490,7 @@ def test_modules_of_many_tensors_are_refused_with_the_way_out(module):
             return self.last(self.module(*arguments)[0].mean(1))
 
     model, x, y = First(), torch.randn(4, 5, 4), torch.randint(3, (4,))
-    with pytest.raises(ValueError, match=r"does not map one tensor to one tensor.*use the 'batched'"):
+    with pytest.raises(ValueError, match=r"does not map one tensor to one tensor.*use fisher='batched'"):
         estimate(model, x, y, "empirical")
     assert all(diagonal.isfinite().all() for diagonal in estimate(model, x, y, "batched").values())
 

@@ -131,7 +131,7 @@ def test_forms_and_norms_equal_dense_algebra(shape_list, seed):
 
 
 def objective(merge, weight):
-    """Eq. 11 with Eq. 12, for a weight per element, and with the anchor where it is."""
+    """Eq. 11 with Eq. 12 for one weight per element, without the assumption that the anchor equals the base."""
     delta, drift, fisher, precision = map(flat, (merge.delta, merge.drift, merge.fisher, merge.precision))
     return 0.5 * np.sum(fisher * ((weight - 1) * delta) ** 2) + 0.5 * np.sum(precision * (drift + weight * delta) ** 2)
 
@@ -204,7 +204,7 @@ def test_cofima_with_equal_fishers_is_constant(shape_list, seed, alpha):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_nothing_seen_and_nothing_moved_give_numbers(rule):
-    """Elements that neither Fisher information sees, that did not move, and a head that is new or has grown."""
+    """Elements with zero Fisher information, elements that did not move, and a head that is new or has grown."""
     zeros = {"w": torch.tensor([0.0, 0.0, 1.0, 1.0]), "head": torch.ones(3)}
     merge = MergeInputs(
         t=4,
