@@ -1,4 +1,4 @@
-"""``python -m became_avalanche`` is the command ``became``."""
+"""Run the command ``became``: ``python -m became_avalanche``."""
 
 from became_avalanche.cli import main
 

@@ -1,4 +1,4 @@
-"""Small helpers that every room may use: files that are never half-written, and names that people mistype."""
+"""Helpers for the whole package: files that are never half-written, and suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """An error that its message explains to the person who runs a command: it needs no traceback."""
+    """An error whose message is enough for the person who runs a command. It is shown without a traceback."""
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file to be read; an OSError for pipes and devices, which may block or have no end."""
-    without_waiting = getattr(os, "O_NONBLOCK", 0)
-    return open(path, "rb", opener=lambda name, flags: open_regular(name, flags | without_waiting))
+    """Open a file for reading. Raises an OSError for pipes and devices, which may block or have no end."""
+    nonblocking = getattr(os, "O_NONBLOCK", 0)
+    return open(path, "rb", opener=lambda name, flags: open_regular(name, flags | nonblocking))
 
 
 def open_regular(path: str, flags: int) -> int:
-    """``os.open``; an OSError if it is not a regular file."""
+    """Call ``os.open``. Raises an OSError if it is not a regular file."""
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -35,7 +35,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """The content of a file that ``open_file`` opens."""
+    """Read a file that ``open_file`` opens."""
     with open_file(path) as file:
         return file.read()
 
@@ -43,7 +43,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all, even if the process is killed or the disk is full.
 
-    The content goes to a temporary file beside it, which then takes its name.
+    The content is written to a temporary file in the same folder, which is then renamed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -73,19 +73,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def sealed_json(content: Mapping[str, Any]) -> str:
-    """JSON text with a checksum over its content, so that a later change of the file is noticed."""
+    """Return JSON text with a checksum of its content, so that later changes of the file are noticed."""
     sealed = {**content, "sha256": _checksum(content)}
     return json.dumps(sealed, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def unsealed(text: str | bytes, where: str, what: str, schema: int) -> dict[str, Any]:
-    """What ``sealed_json`` was given; raises a ValueError if the text is corrupt, foreign or of a newer version.
+    """Return the content of a text by ``sealed_json``. Content without a checksum is accepted.
 
-    Content without a checksum is accepted.
+    Raises a ValueError if the text is corrupt, of another kind, or of a newer version.
 
-    :param where: where the text is from, for the error.
-    :param what: what it should be, for the error.
-    :param schema: the newest version of its format that can be read.
+    :param where: source of the text, for the error.
+    :param what: expected kind of content, for the error.
+    :param schema: newest version of the format that can be read.
     """
     content = _parsed(text, where)
     if not isinstance(content, dict) or not isinstance(version := content.get("schema_version"), int):
@@ -103,14 +103,14 @@ def unsealed(text: str | bytes, where: str, what: str, schema: int) -> dict[str,
 
 def _parsed(text: str | bytes, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError(f"{where} is corrupt: it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{where} is corrupt: {error}") from None
 
 
-def _no_number(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number")
 
 
@@ -119,16 +119,16 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def look_up(kind: str, name: str, registry: Mapping[str, T]) -> T:
-    """``registry[name]``; raises a ValueError with the nearest name, or all names, if there is none."""
+    """Return ``registry[name]``. If there is none, a ValueError suggests the nearest name or lists all names."""
     if name in registry:
         return registry[name]
     raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, registry)}")
 
 
 def suggestion(name: str, names: Iterable[str], choices: str | None = None) -> str:
-    """What to write instead of an unknown name.
+    """Return advice on what to write instead of an unknown name.
 
-    :param choices: what to say if no name is near; by default, all names.
+    :param choices: advice if no name is similar (default: a list of all names).
     """
     by_lower_case = {known.lower(): known for known in names}
     if close := get_close_matches(name.lower(), by_lower_case, n=1):

@@ -71,7 +71,7 @@ def test_without_a_command_there_is_help(became):
         ("compare --methods gpm,ewk", "methods[1]: unknown method 'ewk'; did you mean 'ewc'?"),
         ("compare --methods GPM", "methods[0]: unknown method 'GPM'; did you mean 'gpm'?"),
         ("compare --methods GPM+BECAME", "methods[0]: unknown method 'GPM+BECAME'; did you mean 'gpm+became'?"),
-        ("compare --methods quux", "unknown method 'quux'; choose one of finetune, gpm, "),
+        ("compare --methods quux", "unknown method 'quux'; choose one of: finetune, gpm, "),
         ("compare --methods ,", "--methods names no method"),
         ("compare --methods=", "--methods names no method"),
         ("compare --methods foo:Bar", "cannot import the plugin 'foo:Bar': No module named 'foo'"),
@@ -80,7 +80,7 @@ def test_without_a_command_there_is_help(became):
         ("compare --seeds 0", "'--seeds'"),
         ("compare --seeds many", "'--seeds'"),
         ("compare --out small.toml/below", "cannot write to small.toml/below: Not a directory; choose another folder"),
-        ("compare --tasks 6", "split-digits: n_tasks must be at most 5, the tasks of the stream; got 6"),
+        ("compare --tasks 6", "split-digits: n_tasks must be at most 5, the number of tasks in the stream; got 6"),
         ("compare --epochs 0", "'--epochs'"),
         ("compare --device nowhere", "cannot train on --device nowhere; torch finds here: cpu"),
         ("compare --device meta", "cannot train on --device meta; torch finds here: cpu"),
@@ -149,7 +149,7 @@ def test_long_lines_are_wrapped_to_the_terminal(became, monkeypatch):
         code, out, _ = became("data")
         assert code == 0
         assert all(len(line) < columns or " " not in line.strip() for line in out.splitlines())
-        assert "\n  is downloaded when it is needed" in out
+        assert "\n  downloaded automatically when a run needs it;" in out
 
 
 def test_the_package_is_the_command(monkeypatch, capsys):

@@ -1,1 +1,1 @@
-"""A run from its specification to its result."""
+"""Runs: their specifications, how they are trained, and the folders in which they are kept."""

@@ -1,4 +1,4 @@
-"""Avalanche's own methods, with what current versions need to work, and with defaults."""
+"""Methods of Avalanche, with default hyperparameters and with fixes for current versions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from avalanche.training.templates import SupervisedTemplate
 
 
 class LwF(LwFPlugin):
-    """Learning without Forgetting, with the temperature of its paper."""
+    """Learning without Forgetting, by default with the temperature of its paper."""
 
     def __init__(self, alpha: float, temperature: float = 2) -> None:
         super().__init__(alpha=alpha, temperature=temperature)
 
 
 class AGEM(AGEMPlugin):
-    """A-GEM, with a default for the samples of each reference gradient."""
+    """A-GEM, with a default number of samples for each reference gradient."""
 
     def __init__(self, patterns_per_experience: int, sample_size: int = 64) -> None:
         super().__init__(patterns_per_experience=patterns_per_experience, sample_size=sample_size)
 
 
 class ExperienceReplay(ReplayPlugin):
-    """Experience replay from a reservoir: ``ReplayPlugin`` without its call of a deprecated method."""
+    """Experience replay with reservoir sampling: ``ReplayPlugin`` without its call of a deprecated method."""
 
     def __init__(self, mem_size: int) -> None:
         super().__init__(mem_size=mem_size, storage_policy=ReservoirSamplingBuffer(max_size=mem_size))
@@ -37,8 +37,8 @@ class ExperienceReplay(ReplayPlugin):
 class SynapticIntelligence(SynapticIntelligencePlugin):
     """Synaptic Intelligence that also works on the CPU.
 
-    There Avalanche's plugin keeps the weights before a step as views of the live weights, so nothing ever seems to
-    have moved and the method does nothing. This one keeps copies.
+    On the CPU, Avalanche's plugin stores the weights before a step as views of the live weights. The weights then never
+    seem to change, and the method has no effect. This class stores copies.
     """
 
     def __init__(self, si_lambda: float, eps: float = 1e-7) -> None:
@@ -46,13 +46,14 @@ class SynapticIntelligence(SynapticIntelligencePlugin):
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         super().before_training_exp(strategy, **kwargs)
-        _keep_copies(self.ewc_data[0])
+        _replace_by_copies(self.ewc_data[0])
 
     def before_training_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         super().before_training_iteration(strategy, **kwargs)
-        _keep_copies(self.syn_data["old_theta"])
+        _replace_by_copies(self.syn_data["old_theta"])
 
 
-def _keep_copies(weights: Mapping[str, Any]) -> None:
+def _replace_by_copies(weights: Mapping[str, Any]) -> None:
+    """Replace each stored weight, which may be a view of a live one, by a copy."""
     for weight in weights.values():
         weight.data = weight.data.clone()

@@ -1,7 +1,8 @@
-"""Benchmarks by name, with the paper's networks, recipes and hyperparameters: values only.
+"""Benchmarks by name, with the paper's networks, recipes and hyperparameters. This module holds values only.
 
-The paper has two families of experiments, which differ in data protocol, network and recipe. They are benchmarks of
-their own: the GPM family, and Adam-NSCL, whose names end in ``-nscl`` where both use the same data.
+The paper has two families of experiments: the GPM family and Adam-NSCL. They differ in data protocol, network and
+recipe, so each family has separate benchmarks. Where both use the same data, the name of the Adam-NSCL benchmark ends
+in ``-nscl``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from became_avalanche.runs.spec import Network, RunSpec, SpecError, Stream, vali
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A stream and a network, with the recipe and the hyperparameters of each method on it."""
+    """A stream and a network, with the recipe and the hyperparameters of each method.
+
+    >>> from became_avalanche import find_benchmark
+    >>> spec = find_benchmark("split-digits").spec("sgp+became", seed=1, n_tasks=2)
+    >>> spec.method.options, spec.recipe.learning_rate
+    ({'alpha': 30}, 0.1)
+    """
 
     name: str
     stream: Stream
@@ -27,13 +34,13 @@ class Benchmark:
     recipe: Recipe | NSCLRecipe
     """Default recipe."""
     hyperparameters: Mapping[str, Options] = field(default_factory=dict)
-    """Options of each method's plugin, where they differ from its defaults."""
+    """Plugin options of each method that differ from the plugin's defaults."""
     recipes: Mapping[str, Recipe | NSCLRecipe] = field(default_factory=dict)
-    """Recipes of the methods that do not use the default one."""
+    """Recipes of the methods that do not use the default recipe."""
     merge: Options = field(default_factory=dict)
-    """Options of the merge, where they differ from the plugin's defaults."""
+    """Options of the merge that differ from the plugin's defaults."""
     untuned: frozenset[str] = frozenset()
-    """Methods whose hyperparameters are untuned defaults, not chosen for this benchmark."""
+    """Methods whose hyperparameters are defaults that were not tuned for this benchmark."""
 
     def spec(
         self,
@@ -44,14 +51,14 @@ class Benchmark:
         max_epochs: int | None = None,
         **fields: Any,
     ) -> RunSpec:
-        """The specification of a run on this benchmark.
+        """Return the specification of a run on this benchmark.
 
-        :param method: a name, such as ``gpm+became``, which gets the hyperparameters of this benchmark; or a
-            ``Method``, whose own options come before them.
+        :param method: a name, such as ``gpm+became``, or a ``Method``. It gets the hyperparameters of this benchmark;
+            options of a ``Method`` override them.
         :param seed: the seed.
-        :param n_tasks: number of tasks to train; all by default.
-        :param max_epochs: at most this many epochs per stage; by default as many as the recipe says.
-        :param fields: ``device``, ``threads`` and ``eval_batch_size`` of ``RunSpec``.
+        :param n_tasks: number of tasks to train (default: all).
+        :param max_epochs: maximum number of epochs per stage (default: as the recipe says).
+        :param fields: further fields of ``RunSpec``: ``device``, ``threads`` and ``eval_batch_size``.
         """
         chosen = method if isinstance(method, Method) else Method.parse(method)
         options = {**self.hyperparameters.get(chosen.settings, {}), **chosen.options}
@@ -119,7 +126,7 @@ EMBEDDED = (
         },
     ),
 )
-"""Hyperparameters were chosen on the validation streams by ``experiments/tune.py``."""
+"""Small benchmarks without downloads. ``experiments/tune.py`` chose the hyperparameters on the validation streams."""
 
 UNTUNED: dict[str, Options] = {
     "ewc": {"ewc_lambda": 1000},
@@ -129,7 +136,7 @@ UNTUNED: dict[str, Options] = {
     "er": {"mem_size": 200},
     "owm": {"alpha": 1},
 }
-"""Untuned defaults for methods that the paper has no hyperparameters for."""
+"""Untuned defaults for methods for which the paper gives no hyperparameters."""
 
 
 def _single_head(name: str, stream: str, **options: Any) -> Benchmark:
@@ -148,57 +155,61 @@ SINGLE_HEAD = (
     _single_head("class-digits-fixed", "class-digits", n_classes=10),
     _single_head("domain-digits", "domain-digits", n_classes=10),
 )
-"""One head for all tasks: it grows with the classes, or has all outputs from the start."""
+"""Benchmarks with one head for all tasks. The head grows with the classes, or has all outputs from the start."""
 
 # -------------------------------------------------------------------------------------------------------- GPM family
 
 Column = tuple[Recipe, Options]
-"""A column of the paper's table of hyperparameters: how a method is trained, and the options of its plugin."""
+"""A column of the paper's table of hyperparameters: the recipe of a method, and the options of its plugin."""
 
-_TRUST: Options = {"trust_threshold": 0.5, "top_k": 2}
+_TRUST_REGION: Options = {"trust_threshold": 0.5, "top_k": 2}
 
-_SLOW = Recipe(learning_rate=0.01, batch_size=64, epochs=200, patience=6, factor=2, lr_min=1e-5)
-_FAST = replace(_SLOW, learning_rate=0.05, lr_min=5e-5)
-_HELD: Options = {"threshold": 0.97, "increment": 0.003}
+_CIFAR_RECIPE = Recipe(learning_rate=0.01, batch_size=64, epochs=200, patience=6, factor=2, lr_min=1e-5)
+_CIFAR_FASTER = replace(_CIFAR_RECIPE, learning_rate=0.05, lr_min=5e-5)
+_THRESHOLD: Options = {"threshold": 0.97, "increment": 0.003}
 _CIFAR: dict[str, Column] = {
-    "gpm": (_SLOW, _HELD),
-    "trgp": (_SLOW, {**_HELD, **_TRUST}),
-    "sgp": (_FAST, {**_HELD, "alpha": 10}),
-    "gpcns": (_FAST, {**_HELD, "alpha": 5}),
+    "gpm": (_CIFAR_RECIPE, _THRESHOLD),
+    "trgp": (_CIFAR_RECIPE, {**_THRESHOLD, **_TRUST_REGION}),
+    "sgp": (_CIFAR_FASTER, {**_THRESHOLD, "alpha": 10}),
+    "gpcns": (_CIFAR_FASTER, {**_THRESHOLD, "alpha": 5}),
 }
 
-_BRIEF = Recipe(learning_rate=0.1, batch_size=10, epochs=10, patience=5, factor=3, lr_min=1e-3)
-_HELD = {"threshold": 0.985, "increment": 0.0003, "n_samples": 100}
+_MINI_RECIPE = Recipe(learning_rate=0.1, batch_size=10, epochs=10, patience=5, factor=3, lr_min=1e-3)
+_THRESHOLD = {"threshold": 0.985, "increment": 0.0003, "n_samples": 100}
 _MINI: dict[str, Column] = {
-    "gpm": (_BRIEF, _HELD),
-    "trgp": (replace(_BRIEF, batch_size=64, epochs=100), {**_HELD, **_TRUST}),
-    "sgp": (_BRIEF, {**_HELD, "alpha": 1}),
-    "gpcns": (replace(_BRIEF, batch_size=64, epochs=200), {**_HELD, "threshold": 0.98, "increment": 0.001, "alpha": 3}),
+    "gpm": (_MINI_RECIPE, _THRESHOLD),
+    "trgp": (replace(_MINI_RECIPE, batch_size=64, epochs=100), {**_THRESHOLD, **_TRUST_REGION}),
+    "sgp": (_MINI_RECIPE, {**_THRESHOLD, "alpha": 1}),
+    "gpcns": (
+        replace(_MINI_RECIPE, batch_size=64, epochs=200),
+        {**_THRESHOLD, "threshold": 0.98, "increment": 0.001, "alpha": 3},
+    ),
 }
 
-_FIFTY = replace(_SLOW, epochs=50)
-_HELD = {"threshold": 0.98, "increment": 0.001}
+_SUPERCLASS_RECIPE = replace(_CIFAR_RECIPE, epochs=50)
+_THRESHOLD = {"threshold": 0.98, "increment": 0.001}
 _SUPERCLASS: dict[str, Column] = {
-    "gpm": (_FIFTY, _HELD),
-    "trgp": (_FIFTY, {**_HELD, **_TRUST}),
-    "sgp": (_FIFTY, {**_HELD, "alpha": 3}),
-    "gpcns": (_FIFTY, {**_HELD, "alpha": 4.5}),
+    "gpm": (_SUPERCLASS_RECIPE, _THRESHOLD),
+    "trgp": (_SUPERCLASS_RECIPE, {**_THRESHOLD, **_TRUST_REGION}),
+    "sgp": (_SUPERCLASS_RECIPE, {**_THRESHOLD, "alpha": 3}),
+    "gpcns": (_SUPERCLASS_RECIPE, {**_THRESHOLD, "alpha": 4.5}),
 }
 
-_HUNDRED = replace(_BRIEF, batch_size=64, epochs=100)
-_HELD = {"threshold": 0.965, "increment": 0, "n_samples": 100}
-_FIVE: dict[str, Column] = {  # alpha of SGP is published nowhere: it is that of CIFAR-100, as GPCNS's is in the paper
-    "gpm": (_HUNDRED, _HELD),
-    "trgp": (_HUNDRED, {**_HELD, **_TRUST}),
-    "sgp": (_HUNDRED, {**_HELD, "alpha": 10}),
-    "gpcns": (_HUNDRED, {**_HELD, "alpha": 5}),
+_FIVE_RECIPE = replace(_MINI_RECIPE, batch_size=64, epochs=100)
+_THRESHOLD = {"threshold": 0.965, "increment": 0, "n_samples": 100}
+# The alpha of SGP is not published. It is the one of CIFAR-100, as the paper does for GPCNS.
+_FIVE: dict[str, Column] = {
+    "gpm": (_FIVE_RECIPE, _THRESHOLD),
+    "trgp": (_FIVE_RECIPE, {**_THRESHOLD, **_TRUST_REGION}),
+    "sgp": (_FIVE_RECIPE, {**_THRESHOLD, "alpha": 10}),
+    "gpcns": (_FIVE_RECIPE, {**_THRESHOLD, "alpha": 5}),
 }
 
 
 def _gpm_family(
     name: str, stream: Stream, network: str, columns: Mapping[str, Column], **network_options: Any
 ) -> Benchmark:
-    """A benchmark with the merge of the reference, and heads without bias, as in the published codes."""
+    """Return a benchmark with the reference merge, and with heads without bias as in the published code."""
     return Benchmark(
         name=name,
         stream=stream,
@@ -249,13 +260,19 @@ SMALL = Benchmark(
     hyperparameters={**UNTUNED, "ewc": {"ewc_lambda": 100}},
     untuned=frozenset(UNTUNED) - {"ewc"},
 )
-"""CIFAR-100 with a recipe that reaches its plateau within some 15 epochs per stage."""
+"""CIFAR-100 for a CPU: the recipe reaches its plateau within about 15 epochs per stage."""
 
 BENCHMARKS = {benchmark.name: benchmark for benchmark in (*EMBEDDED, *SINGLE_HEAD, *GPM_FAMILY, *NSCL_FAMILY, SMALL)}
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """The benchmark called ``name``; raises a SpecError with the nearest name if there is none."""
+    """Return the benchmark called ``name``. Raises a SpecError that suggests another name if there is none.
+
+    >>> from became_avalanche import find_benchmark
+    >>> benchmark = find_benchmark("split-digits")
+    >>> benchmark.stream.n_tasks, benchmark.network.name, benchmark.hyperparameters["ewc"]
+    (5, 'mlp', {'ewc_lambda': 1000})
+    """
     try:
         return look_up("benchmark", name, BENCHMARKS)
     except ValueError as error:

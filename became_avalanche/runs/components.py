@@ -1,7 +1,7 @@
-"""Components by name: a specification names its stream, network and plugins, and this module finds them.
+"""Find the stream, the network and the plugins that a specification names.
 
-A name is either registered or the import path of a user's own, ``package.module:name``. Both are plain text, so a
-specification can be written to a file and sent to another process.
+A name is either registered here or an import path, ``package.module:name``. Both are plain text, so a specification can
+be written to a file and sent to another process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from became_avalanche.files import UserError, suggestion
 
 
 class SpecError(UserError, ValueError):
-    """A specification that is wrong: which field, which value, and what is allowed."""
+    """Raised for an invalid specification. The message names the field, its value, and what is allowed."""
 
 
 STREAMS: dict[str, str] = {
@@ -34,8 +34,8 @@ STREAMS: dict[str, str] = {
     "five-datasets": "became_avalanche.benchmarks.five:five_datasets",
     "five-datasets-in-turn": "became_avalanche.benchmarks.orders:five_datasets_in_turn",
 }
-"""Functions of a seed that return an Avalanche benchmark with ``train``, ``test`` and usually ``valid`` streams. A
-stream that reads files has the parameters ``dataset_root`` and ``device``, too."""
+"""Functions of a seed that return an Avalanche benchmark with ``train``, ``test`` and usually ``valid`` streams.
+Functions that read files also have the parameters ``dataset_root`` and ``device``."""
 
 NETWORKS: dict[str, str] = {
     "mlp": "became_avalanche.models.mlp:MultiHeadMLP",
@@ -48,14 +48,14 @@ NETWORKS: dict[str, str] = {
 
 
 def _plain(value: Any) -> Any:
-    """The value with tuples as lists; raises a SpecError unless a file of JSON can hold it."""
+    """Return the value with tuples as lists. Raises a SpecError if JSON cannot hold it."""
     if isinstance(value, dict):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise SpecError(f"an option is a finite number, a text, true or false, a list or a table; got {value!r}")
+    raise SpecError(f"an option must be a finite number, a string, true or false, a list or a table; got {value!r}")
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_plain)]
@@ -63,7 +63,7 @@ Options = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 def find(kind: str, name: str, registry: Mapping[str, str]) -> Callable[..., Any]:
-    """The component called ``name``; raises a SpecError that says what to write instead if there is none."""
+    """Return the component called ``name``. Raises a SpecError that says what to write instead if there is none."""
     path = registry.get(name, name)
     if ":" not in path:
         known = suggestion(name, registry) if registry else "give an import path, module:name"
@@ -82,7 +82,7 @@ def find(kind: str, name: str, registry: Mapping[str, str]) -> Callable[..., Any
 
 
 def import_path(component: Any) -> Any:
-    """The import path of a function or class, so that Python code may pass it itself; anything else unchanged."""
+    """Return the import path of a function or class, and anything else unchanged."""
     if not callable(component):
         return component
     name = getattr(component, "__qualname__", "<no name>")
@@ -95,13 +95,13 @@ def import_path(component: Any) -> Any:
 
 
 def options_of(component: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The options that a function or class takes, by name; a class that passes ``**options`` on takes its parents'."""
+    """Return the options of a function or class, by name; also those of parents if a class takes ``**options``."""
     options: dict[str, inspect.Parameter] = {}
-    makers: list[Any] = [component]
+    functions: list[Any] = [component]
     if inspect.isclass(component):
-        makers = [vars(parent)["__init__"] for parent in inspect.getmro(component) if "__init__" in vars(parent)]
-    for make in makers:
-        parameters = inspect.signature(make).parameters.values()
+        functions = [vars(parent)["__init__"] for parent in inspect.getmro(component) if "__init__" in vars(parent)]
+    for function in functions:
+        parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
             if parameter.name != "self" and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 options.setdefault(parameter.name, parameter)
@@ -123,12 +123,12 @@ def check_options(what: str, component: Callable[..., Any], options: Mapping[str
 
 
 def with_defaults(component: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options``, completed with the defaults of the component that can be written down."""
+    """Return ``options`` and the plain defaults of the component's other options."""
     return {**_defaults(component), **options}
 
 
 def without_defaults(component: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` without those that have the component's default."""
+    """Return ``options`` without those that have their default value."""
     defaults = _defaults(component)
     return {name: value for name, value in options.items() if name not in defaults or value != defaults[name]}
 

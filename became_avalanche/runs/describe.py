@@ -1,4 +1,4 @@
-"""Benchmarks and data sets as text."""
+"""Descriptions of benchmarks and data sets for ``became presets`` and ``became data``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SOURCES: dict[str, tuple[Source, ...]] = {
 
 
 def all_sources() -> list[Source]:
-    """All data sets that a benchmark reads from disk."""
+    """Return all data sets that the benchmarks read from disk."""
     return list(dict.fromkeys(source for sources in SOURCES.values() for source in sources))
 
 
 def list_benchmarks(benchmarks: Iterable[Benchmark]) -> str:
-    """A line per benchmark."""
+    """Return a table of the benchmarks, one per line."""
     lines = [f"{'benchmark':24} {'tasks':>5}  {'network':16} data"]
     for benchmark in benchmarks:
         lines.append(f"{benchmark.name:24} {benchmark.stream.n_tasks:5}  {_network(benchmark):16} {_data(benchmark)}")
@@ -41,7 +41,7 @@ def list_benchmarks(benchmarks: Iterable[Benchmark]) -> str:
 
 
 def show_benchmark(benchmark: Benchmark) -> str:
-    """All settings of a benchmark."""
+    """Return all settings of a benchmark as text."""
     stream = benchmark.stream
     options = {"n_tasks": stream.n_tasks} if "n_tasks" in options_of(stream.function()) else {}
     call = ", ".join(f"{name}={value!r}" for name, value in {**options, **stream.options}.items())
@@ -52,7 +52,7 @@ def show_benchmark(benchmark: Benchmark) -> str:
         "",
         "training",
     ]
-    recipes = {**benchmark.recipes, "others" if benchmark.recipes else "all": benchmark.recipe}
+    recipes = {**benchmark.recipes, "other methods" if benchmark.recipes else "all methods": benchmark.recipe}
     for method, recipe in recipes.items():
         lines.append(f"  {method}: {_values({k: v for k, v in asdict(recipe).items() if k != 'kind'})}")
     lines += ["", "methods"]
@@ -62,11 +62,11 @@ def show_benchmark(benchmark: Benchmark) -> str:
 
 
 def describe_source(source: Source, root: Path) -> str:
-    """Whether a data set is complete, where it is, how large it is, and what to do if it is missing or corrupt."""
+    """Say whether a data set is complete, where it is, how large it is, and what to do if it is missing or corrupt."""
     place = source.place(root)
     if place is None:
-        can = "is downloaded when it is needed, or " if source.download else ""
-        return f"{source.name}: missing\n  {can}{source.advice(root)}"
+        automatic = "downloaded automatically when a run needs it; or " if source.download else ""
+        return f"{source.name}: missing\n  {automatic}{source.advice(root)}"
     try:
         images = source.check(place)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Engines: specifications in, records or problems out. In this process, in local processes, or on a Ray cluster."""
+"""Engines train many runs: in this process, in local processes, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: with a record, or with a problem that kept it from running or killed its process."""
+    """How a run ended: with a record, or with a problem that prevented it or killed its process."""
 
     spec: RunSpec
     record: Record | None = None
@@ -38,14 +38,14 @@ class Outcome:
 
 
 class Engine(Protocol):
-    """Runs many specifications."""
+    """Trains many runs."""
 
     def run(self, specs: Sequence[RunSpec], store: Store, local: Local, report: Report) -> Iterator[Outcome]:
-        """Bring each run to its end and yield its outcome when it is there. A failure does not stop the others.
+        """Train each run and yield its outcome as soon as it ends. A failure does not stop the other runs.
 
-        :param specs: what to run, in this order.
+        :param specs: the specifications, in the order in which to start the runs.
         :param store: the folder of runs.
-        :param local: what a run needs beside its specification.
+        :param local: settings that do not affect results.
         :param report: is called with the events of all runs, one at a time, in the calling process.
         """
         ...
@@ -57,7 +57,16 @@ def _outcome(spec: RunSpec, message: Message) -> Outcome:
 
 
 class Inline:
-    """One run after the other in this process."""
+    """One run after the other in this process.
+
+    >>> from pathlib import Path
+    >>> from became_avalanche import Inline, Store, find_benchmark
+    >>> from became_avalanche.runs.progress import ignore
+    >>> from became_avalanche.runs.run import Local
+    >>> specs = [find_benchmark("split-digits").spec("gpm", n_tasks=1, max_epochs=1)]
+    >>> [outcome.record.status for outcome in Inline().run(specs, Store(Path("runs")), Local(), report=ignore)]
+    ['done']
+    """
 
     def run(self, specs: Sequence[RunSpec], store: Store, local: Local, report: Report) -> Iterator[Outcome]:
         from became_avalanche.runs.worker import run_one
@@ -72,14 +81,14 @@ class Inline:
 class Processes:
     """Several runs at a time in local processes.
 
-    A worker that is killed fails one run and no other. Data sets are read once, in this process, and shared with the
-    workers. If this process ends, the workers do, too.
+    If a worker is killed, only its own run fails. Data sets are read once, in this process, and shared with the
+    workers. The workers end when this process ends.
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        """Start to import torch and Avalanche for all workers, in a process from which they are forked later.
+        """Start a process that imports torch and Avalanche. Workers are forked from it later.
 
-        :param workers: runs at a time; by default one per processor.
+        :param workers: number of runs at a time (default: one per processor).
         """
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1; got {workers}")
@@ -122,7 +131,7 @@ class Processes:
 
 
 class _Worker:
-    """A worker process, and the run that it trains."""
+    """A worker process and the run that it trains."""
 
     def __init__(self, context: Any, data: Any) -> None:
         self.spec: RunSpec | None = None
@@ -134,13 +143,13 @@ class _Worker:
         theirs.close()
 
     def start(self, spec: RunSpec, store: Store, local: Local) -> None:
-        """Train a run."""
+        """Let the process train a run."""
         self.spec = spec
-        with suppress(OSError):  # if the process is gone, ``receive`` says so
+        with suppress(OSError):  # if the process is gone, ``receive`` reports it
             self.connection.send((spec.model_dump(mode="json"), str(store.root), local))
 
     def receive(self, report: Report) -> Outcome | None:
-        """Wait for a message, and pass an event on or return the outcome of the run."""
+        """Wait for a message. Pass it to ``report`` if it is an event; otherwise return the outcome of the run."""
         assert self.spec is not None
         try:
             message = self.connection.recv()
@@ -155,7 +164,7 @@ class _Worker:
         return _outcome(spec, message)
 
     def stop(self) -> None:
-        """End the process. What it was training resumes at the last finished task."""
+        """End the process. An unfinished run can be resumed after its last finished task."""
         if self.spec is not None:
             self.process.kill()
         self.connection.close()
@@ -164,7 +173,7 @@ class _Worker:
 
 
 def _serve(*arguments: Any) -> None:
-    """In a worker. This module does not need torch, and what it imports here does."""
+    """Serve runs in a worker process. The import is here because it imports torch, which this module avoids."""
     from became_avalanche.runs.worker import serve
 
     serve(*arguments)
@@ -172,7 +181,7 @@ def _serve(*arguments: Any) -> None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """A context in which processes are started that Ctrl-C does not reach: their parent ends them."""
+    """Start processes in this context to protect them from Ctrl-C. Their parent ends them instead."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -181,21 +190,21 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _processors() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shared_data(specs: Sequence[RunSpec], local: Local) -> Any:
-    """The data sets that the runs read, loaded in this process and held in memory that others can use."""
+    """Load the data sets that the runs read, in memory that worker processes can share."""
     streams = {spec.stream.name: spec for spec in specs if spec.stream.reads_files and spec.device == "cpu"}
     if not streams:
         return {}
-    import_module("torch.multiprocessing")  # from now on, pickled tensors are handed over in shared memory
+    import_module("torch.multiprocessing")  # after this import, tensors are sent to workers in shared memory
     from became_avalanche.benchmarks.files import loaded
     from became_avalanche.runs.session import open_stream
 
     for spec in streams.values():
-        with suppress(SpecError):  # the run itself says what is wrong
+        with suppress(SpecError):  # the run itself reports the error
             open_stream(spec, local.data)
     return loaded()
 
@@ -204,22 +213,23 @@ def _shared_data(specs: Sequence[RunSpec], local: Local) -> Any:
 
 
 class Ray:
-    """Several runs at a time on a Ray cluster (``pip install became-avalanche[ray]``).
+    """Several runs at a time on a Ray cluster (``pip install 'became-avalanche[ray]'``).
 
-    A run that loses its node is started again on another one and resumes from its checkpoint, if both see the same
-    folder of runs. Where the driver does not see it, records are brought back to the driver's own folder.
+    A run that loses its node starts again on another node. It resumes from its checkpoint if both nodes share the
+    folder of runs. If the driver does not share that folder, records are copied to the driver's own folder.
     """
 
     RETRIES = 3
-    """How often a run may lose its node."""
+    """Maximum number of times that a run starts again after it has lost its node."""
     PATIENCE = 60.0
-    """Seconds to wait until the process of a lost node, which may still hold the run's lock, is gone."""
+    """Seconds to wait for the lock of a run, which a process on a lost node may still hold."""
 
     def __init__(self, address: str | None = None, gpus_per_run: float = 1) -> None:
-        """Init.
+        """Choose a cluster. ``run`` connects to it.
 
-        :param address: of a running cluster (``auto`` finds one on this machine); by default a new one on this machine.
-        :param gpus_per_run: GPUs, or a fraction of one, that a run on ``cuda`` takes. Each run takes as many
+        :param address: address of a running cluster; ``auto`` finds one on this machine. By default, a new cluster is
+            started on this machine.
+        :param gpus_per_run: number of GPUs, or fraction of one, for each run on ``cuda``. Each run also takes as many
             processors as it has threads.
         """
         if find_spec("ray") is None:
@@ -236,7 +246,9 @@ class Ray:
             path = os.pathsep.join(entry for entry in sys.path if entry)
             ray.init(self.address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        events = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})  # no other node takes it along
+        events = Queue(
+            actor_options={"num_cpus": 0, "scheduling_strategy": here}
+        )  # on this node, so that it survives the others
         work = ray.remote(max_retries=self.RETRIES)(_ray_work)
         root = str(store.root.resolve())
         if local.data is not None:
@@ -262,17 +274,17 @@ class Ray:
 
 
 def _ray_work(content: dict[str, Any], root: str, local: Local, events: Any, patience: float) -> Message:
-    """On a node of the cluster: train one run."""
+    """Train one run on a node of the cluster."""
     from became_avalanche.runs.worker import run_one
 
     def report(event: Event) -> None:
-        events.actor.put_nowait.remote(vars(event))  # does not wait: Ray gives the processors of a waiting task away
+        events.actor.put_nowait.remote(vars(event))  # without waiting: Ray gives away the processors of a waiting task
 
     return run_one(RunSpec.model_validate(content), Store(Path(root)), local, report, patience)
 
 
 def _ray_outcome(spec: RunSpec, reference: Any, store: Store) -> Outcome:
-    """The outcome of a run on the cluster, with its record in the driver's folder."""
+    """Return the outcome of a run on the cluster, and save its record in the driver's folder."""
     import ray
 
     try:
@@ -281,14 +293,14 @@ def _ray_outcome(spec: RunSpec, reference: Any, store: Store) -> Outcome:
         return Outcome(spec, problem=f"lost on the cluster: {str(error).splitlines()[0]}")
     if outcome.record is not None:
         try:
-            _bring_back(spec, outcome.record, store)
+            _save_record(spec, outcome.record, store)
         except UserError as error:
-            return Outcome(spec, problem=f"it has run on the cluster, but its record cannot be kept: {error}")
+            return Outcome(spec, problem=f"the run ended on the cluster, but its record cannot be saved: {error}")
     return outcome
 
 
-def _bring_back(spec: RunSpec, record: Record, store: Store) -> None:
-    """Keep a record in the driver's folder, unless it is there because the node writes to the same folder."""
+def _save_record(spec: RunSpec, record: Record, store: Store) -> None:
+    """Save a record in the driver's folder, unless the node has written it there because both share the folder."""
     folder = store.open(spec)
     if folder.record() != record:
         with folder.locked():

@@ -1,4 +1,4 @@
-"""What a person sees while runs train."""
+"""The progress output of runs in training."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Event:
     key: str
     kind: Literal["epoch", "stage", "resumed", "note"]
     task: int = 0
-    """Counted from 1; for ``resumed``, the number of finished tasks."""
+    """Number of the task, from 1. For ``resumed``: number of finished tasks."""
     stage: int = 1
     epoch: int = 0
-    """Epochs of the stage so far."""
+    """Number of epochs of the stage so far."""
     accuracy: float | None = None
-    """Mean test accuracy over the tasks seen, at the end of the last stage of a task."""
+    """Mean test accuracy over the tasks seen; only at the end of the last stage of a task."""
     seconds: float = 0.0
     text: str = ""
-    """What a ``note`` says."""
+    """Text of a ``note``."""
 
 
 Report = Callable[[Event], None]
@@ -41,28 +41,28 @@ def ignore(event: Event) -> None:
 
 
 class Progress:
-    """Shows the progress of many runs.
+    """Prints the progress of many runs.
 
-    On a terminal there is one live line. Elsewhere there is one plain line per task and stage, and within a long stage
-    one per minute. Events of all workers come to this one object, so lines never mix.
+    A terminal shows one live line. A file or pipe gets one line per stage, and one per minute within a long stage. All
+    workers report to this one object, so their lines never mix.
     """
 
     def __init__(self, specs: dict[str, RunSpec], done: int = 0) -> None:
-        """Init.
+        """Start to show progress.
 
-        :param specs: the runs to come, by key.
-        :param done: how many runs are finished already.
+        :param specs: the runs to train, by key.
+        :param done: number of runs that are already finished.
         """
         self.specs = specs
-        self._start = self._spoke = perf_counter()
+        self._start = self._last_printed = perf_counter()
         self._total, self._done = len(specs) + done, done
-        self._stages = dict.fromkeys(specs, 0)
-        self._of = {key: _stages(spec) for key, spec in specs.items()}
-        self._skipped = 0
+        self._finished_stages = dict.fromkeys(specs, 0)
+        self._n_stages = {key: _count_stages(spec) for key, spec in specs.items()}
+        self._resumed_stages = 0
         self._bar = tqdm(
-            total=sum(self._of.values()),
+            total=sum(self._n_stages.values()),
             disable=not sys.stderr.isatty(),
-            bar_format="{percentage:3.0f} %, {remaining} left: {desc}",  # a narrow terminal cuts the end of the line
+            bar_format="{percentage:3.0f} %, {remaining} left: {desc}",  # narrow terminals cut the end of the line
             dynamic_ncols=True,
             leave=False,
         )
@@ -76,63 +76,67 @@ class Progress:
         self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Take in an event."""
+        """Show an event."""
         spec = self.specs[event.key]
-        who = _who(spec)
+        run = _run_name(spec)
         if event.kind == "note":
-            self._print(f"{who}: {event.text}", always=True)
+            self._print(f"{run}: {event.text}", always=True)
             return
         if event.kind == "resumed":
             finished = 1 + (event.task - 1) * spec.method.n_stages if event.task else 0
-            finished -= self._stages[event.key]  # not zero if the run was lost with its node and starts again
+            finished -= self._finished_stages[
+                event.key
+            ]  # counted before, if the run has lost its node and starts again
             self._advance(event.key, finished)
-            self._skipped += finished
-            self._print(f"{who}: resumed after task {event.task} of {spec.n_tasks}")
+            self._resumed_stages += finished
+            self._print(f"{run}: resumed after task {event.task} of {spec.n_tasks}")
             return
-        where = f"{who}, task {event.task} of {spec.n_trainings}, stage {event.stage}"
+        where = f"{run}, task {event.task} of {spec.n_trainings}, stage {event.stage}"
         if event.kind == "epoch":
             self._bar.set_description_str(f"{where}, epoch {event.epoch}")
-            if perf_counter() - self._spoke > 60:
-                self._print(f"{where}, epoch {event.epoch} ({self._left()})")
+            if perf_counter() - self._last_printed > 60:
+                self._print(f"{where}, epoch {event.epoch} ({self._time_left()})")
             return
         self._advance(event.key, 1)
         accuracy = "" if event.accuracy is None else f", accuracy {100 * event.accuracy:.2f} %"
         epochs = f"{event.epoch} epoch{'s' * (event.epoch != 1)}"
-        self._print(f"{where}: {epochs}{accuracy}, {event.seconds:.1f} s ({self._left()})")
+        self._print(f"{where}: {epochs}{accuracy}, {event.seconds:.1f} s ({self._time_left()})")
 
     def finished(self, key: str, record: Record | None, problem: str | None) -> None:
-        """A run has ended: with a record, or with a problem."""
+        """Show that a run has ended, with a record or with a problem."""
         spec = self.specs[key]
         self._done += 1
-        self._advance(key, self._of[key] - self._stages[key])
-        who = _who(spec)
+        self._advance(key, self._n_stages[key] - self._finished_stages[key])
+        run = _run_name(spec)
         count = f"({self._done} of {self._total} runs)"
         if record is None or record.status != "done":
             reason = last_line((record and record.error) or problem or "no reason given")
-            self._print(f"{who}: {record.status if record else 'not run'}: {reason} {count}", always=True)
+            self._print(f"{run}: {record.status if record else 'not finished'}: {reason} {count}", always=True)
             return
         values = [f"{metric.heading.split()[0]} {100 * value:.2f} %" for metric, value in _values(record)]
-        self._print(f"{who}: done, {', '.join(values)} {count}")
+        self._print(f"{run}: done, {', '.join(values)} {count}")
 
     def _advance(self, key: str, stages: int) -> None:
-        self._stages[key] += stages
+        self._finished_stages[key] += stages
         self._bar.update(stages)
 
-    def _left(self) -> str:
-        total = sum(self._of.values())
-        finished = sum(min(done, self._of[key]) for key, done in self._stages.items())  # a merge may add stages
-        seconds = (perf_counter() - self._start) * (total - finished) / max(1, finished - self._skipped)
+    def _time_left(self) -> str:
+        total = sum(self._n_stages.values())
+        finished = sum(
+            min(done, self._n_stages[key]) for key, done in self._finished_stages.items()
+        )  # a plugin may add stages
+        seconds = (perf_counter() - self._start) * (total - finished) / max(1, finished - self._resumed_stages)
         return f"about {duration(seconds)} left"
 
     def _print(self, line: str, always: bool = False) -> None:
-        self._spoke = perf_counter()
+        self._last_printed = perf_counter()
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)
         elif always:
             self._bar.write(line, file=sys.stderr)
 
 
-def _who(spec: RunSpec) -> str:
+def _run_name(spec: RunSpec) -> str:
     return f"{spec.method.shown}, seed {spec.seed}"
 
 
@@ -141,12 +145,12 @@ def _values(record: Record) -> list[tuple[Metric, float]]:
     return [(metric, value) for metric, value in pairs if value is not None]
 
 
-def _stages(spec: RunSpec) -> int:
+def _count_stages(spec: RunSpec) -> int:
     return 1 + (spec.n_trainings - 1) * spec.method.n_stages
 
 
 def duration(seconds: float) -> str:
-    """A time for people."""
+    """Format a duration, such as 42 s, 3 min or 1.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -21,28 +21,34 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_STRICT)
 class Recipe:
-    """Plain SGD until the validation loss reaches a plateau (``PlateauPlugin``)."""
+    """Plain SGD until the validation loss reaches a plateau (``PlateauPlugin``).
+
+    >>> from became_avalanche import MultiHeadMLP, Recipe
+    >>> recipe = Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005)
+    >>> recipe.optimizer(MultiHeadMLP()).defaults["lr"], type(recipe.plugins()[0]).__name__
+    (0.1, 'PlateauPlugin')
+    """
 
     learning_rate: Positive
     batch_size: Count
     epochs: Count
-    """At most, per stage."""
+    """Maximum number of epochs per stage."""
     patience: Count
     """Epochs without improvement before the learning rate drops."""
     factor: Annotated[float, Gt(1), AllowInfNan(False)]
-    """The learning rate is divided by it."""
+    """The learning rate is divided by this factor when it drops."""
     lr_min: Positive
-    """A stage ends instead of going below this learning rate."""
+    """A stage ends when the learning rate would drop below this value."""
     kind: Literal["sgd"] = "sgd"
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """An optimizer for a model before its first task."""
+        """Return the optimizer for a model that has not been trained yet."""
         import torch
 
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate)
 
     def plugins(self) -> list[SupervisedPlugin]:
-        """Fresh plugins of the schedule."""
+        """Return new plugins that implement the schedule."""
         from became_avalanche.plugins.plateau import PlateauPlugin
 
         return [PlateauPlugin(self.patience, self.factor, self.lr_min)]
@@ -50,26 +56,35 @@ class Recipe:
 
 @dataclass(frozen=True, config=_STRICT)
 class NSCLRecipe:
-    """Adam until the training loss reaches its third plateau (``TrainingPlateauPlugin``)."""
+    """Adam until the training loss reaches its third plateau (``TrainingPlateauPlugin``).
+
+    >>> from became_avalanche import NSCLRecipe
+    >>> [type(plugin).__name__ for plugin in NSCLRecipe(batch_size=32).plugins()]
+    ['LaterTaskLR', 'TrainingPlateauPlugin']
+    """
 
     batch_size: Count
     learning_rate: Positive = 1e-4
-    """Backbone, first task."""
+    """Learning rate of the backbone in the first task."""
     later_rate: Positive = 5e-5
-    """Backbone, later tasks."""
+    """Learning rate of the backbone in later tasks."""
     head_rate: Positive = 1e-3
+    """Learning rate of the heads."""
     normalisation_rate: Positive = 5e-4
+    """Learning rate of normalisation layers."""
     weight_decay: Annotated[float, Ge(0), AllowInfNan(False)] = 5e-5
     epochs: Count = 80
-    """At most, per stage."""
+    """Maximum number of epochs per stage."""
     patience: Count = 3
+    """Epochs without improvement that make a plateau."""
     factor: Annotated[float, Gt(1), AllowInfNan(False)] = 2
+    """The learning rate is divided by this factor at each plateau."""
     plateaus: Count = 3
     """A stage ends at this plateau."""
     kind: Literal["nscl"] = "nscl"
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """An optimizer for a model before its first task."""
+        """Return the optimizer for a model that has not been trained yet."""
         import torch
 
         from became_avalanche.plugins.nscl import nscl_groups
@@ -84,7 +99,7 @@ class NSCLRecipe:
         return torch.optim.Adam(groups)
 
     def plugins(self) -> list[SupervisedPlugin]:
-        """Fresh plugins of the schedule."""
+        """Return new plugins that implement the schedule."""
         from became_avalanche.plugins.nscl import LaterTaskLR
         from became_avalanche.plugins.plateau import TrainingPlateauPlugin
 
@@ -92,11 +107,11 @@ class NSCLRecipe:
 
 
 RECIPES: dict[str, Any] = {"sgd": Recipe, "nscl": NSCLRecipe}
-"""By their ``kind``."""
+"""Recipes by ``kind``."""
 
 AnyRecipe = Annotated[Recipe | NSCLRecipe, Field(discriminator="kind")]
 
 
-def at_most(recipe: Any, epochs: int | None) -> Any:
-    """The same recipe with at most this many epochs per stage."""
+def limit_epochs(recipe: Any, epochs: int | None) -> Any:
+    """Return the recipe with at most this many epochs per stage. None keeps the recipe as it is."""
     return recipe if epochs is None else replace(recipe, epochs=min(epochs, recipe.epochs))

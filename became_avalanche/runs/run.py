@@ -1,4 +1,4 @@
-"""A run in its folder: lock it, continue after its last finished task, keep what it measures."""
+"""Train a run in its folder: lock it, resume after the last finished task, save the record."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Local:
-    """What a run needs beside its specification: it decides no number and may differ from machine to machine."""
+    """Settings of a run that do not affect its results and may differ between machines."""
 
     data: str | PathLike[str] | None = None
     """Folder of data sets."""
     keep: Keep = "checkpoint"
-    """``endpoints`` keeps θ*_{t-1}, θ_GP and θ̂ of every merge, too."""
+    """``endpoints`` also keeps the weights θ*_{t-1}, θ_GP and θ̂ of every merge."""
     wandb: str | None = None
-    """Project of Weights & Biases to log to."""
+    """Weights & Biases project to log to."""
     group: str | None = None
-    """Its group of runs."""
+    """Weights & Biases group of the run (default: the benchmark)."""
 
 
 DEFAULT_LOCAL = Local()
@@ -46,17 +46,17 @@ def run(
     report: Report = ignore,
     patience: float = 1.0,
 ) -> Record:
-    """Bring a run to its end in its folder, and return its record.
+    """Train a run in its folder, and return its record.
 
-    A finished run is returned as it is. An interrupted one continues after its last finished task. A training that
-    diverges or fails ends with such a record; only what keeps the folder from being used raises an error (StoreError,
-    RecordError, SpecError).
+    The record of a finished run is returned without training. An interrupted run resumes after its last finished task.
+    If the training diverges or fails, the record says so. An error is raised only if the run cannot be started or its
+    folder cannot be used (StoreError, RecordError, SpecError).
 
-    :param spec: what to run.
+    :param spec: the specification.
     :param store: the folder of runs.
-    :param local: what the run needs beside its specification.
+    :param local: settings that do not affect results.
     :param report: is called with the events of the run.
-    :param patience: seconds to wait for another process that trains this run.
+    :param patience: seconds to wait if another process trains this run.
     """
     folder = store.open(spec)
     with folder.locked(patience), limited_threads(spec.threads):
@@ -82,32 +82,32 @@ def run(
             return session
 
         try:
-            record = _train_in(folder, start, local, report, logger)
+            record = _train(folder, start, local, report, logger)
         except DivergenceError:
-            record = _ended(spec, folder, session, "diverged")
+            record = _unfinished_record(spec, folder, session, "diverged")
         except (KeyboardInterrupt, SystemExit):
             with suppress(StoreError):
                 folder.log("interrupted")
-            _finish(logger, None)
+            _finish_logging(logger, None)
             raise
         except UserError:
-            _finish(logger, None)
+            _finish_logging(logger, None)
             raise
         except Exception:
-            record = _ended(spec, folder, session, "failed")
+            record = _unfinished_record(spec, folder, session, "failed")
         folder.save_record(record)
         if record.status == "done":
-            folder.forget_checkpoints(before=len(record.tasks))
+            folder.delete_checkpoints(before=len(record.tasks))
         folder.log(record.status if record.error is None else f"{record.status}\n{record.error}")
-        _finish(logger, record)
+        _finish_logging(logger, record)
         return record
 
 
-def _train_in(
+def _train(
     folder: RunFolder, start: Callable[[], Session], local: Local, report: Report, logger: WandBLogger | None
 ) -> Record:
-    """Train what is missing, with a checkpoint after each task."""
-    session, notes = _restored(folder, start)
+    """Train the remaining tasks, and save a checkpoint after each."""
+    session, notes = _restore(folder, start)
     for note in notes:
         folder.log(note)
         report(Event(session.spec.key(), "note", text=note))
@@ -129,10 +129,10 @@ def _train_in(
     return session.record()
 
 
-def _restored(folder: RunFolder, start: Callable[[], Session]) -> tuple[Session, list[str]]:
-    """A session that continues from the newest sound checkpoint, and what is wrong with newer ones.
+def _restore(folder: RunFolder, start: Callable[[], Session]) -> tuple[Session, list[str]]:
+    """Return a session that resumes from the newest valid checkpoint, and notes on checkpoints that are not valid.
 
-    :param start: makes a fresh session.
+    :param start: creates a new session.
     """
     session, notes = start(), []
     for path in [] if session.not_resumable else folder.checkpoints():
@@ -141,14 +141,14 @@ def _restored(folder: RunFolder, start: Callable[[], Session]) -> tuple[Session,
             break
         except StateFileError as error:
             notes.append(f"checkpoint ignored: {error}")
-        except Exception as error:  # a sound file with a state of another version of a plugin
+        except Exception as error:  # a valid file with the state of another version of a plugin
             notes.append(f"checkpoint ignored: {path} cannot be loaded: {error!r}")
             session = start()
     return session, notes
 
 
-def _ended(spec: RunSpec, folder: RunFolder, session: Session | None, status: Status) -> Record:
-    """The record of a run that ended early, with the traceback of the error being handled."""
+def _unfinished_record(spec: RunSpec, folder: RunFolder, session: Session | None, status: Status) -> Record:
+    """Return the record of a run that ended early, with the traceback of the current exception."""
     error = traceback.format_exc()
     if session is not None:
         return session.record(status, error)
@@ -181,7 +181,7 @@ def _wandb_logger(spec: RunSpec, folder: RunFolder, local: Local) -> WandBLogger
 
 
 def _start_logging(logger: WandBLogger, folder: RunFolder, resumed: bool) -> None:
-    """Continue the run of Weights & Biases that belongs to the folder, or start one if training starts anew."""
+    """Resume the Weights & Biases run of this folder, or start a new one if the training starts from scratch."""
     try:
         logger.start(folder.wandb_id() if resumed else None)
     except RuntimeError as error:
@@ -196,8 +196,8 @@ def _logged_metrics() -> list[Any]:
     return [loss_metrics(epoch=True)]
 
 
-def _finish(logger: WandBLogger | None, record: Record | None) -> None:
-    """End the run of Weights & Biases, with what the record says if there is one."""
+def _finish_logging(logger: WandBLogger | None, record: Record | None) -> None:
+    """End the Weights & Biases run, and log the record if there is one."""
     if logger is None or logger.run is None:
         return
     if record is not None:

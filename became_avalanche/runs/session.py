@@ -1,4 +1,4 @@
-"""One run in steps: train a task, evaluate, save, restore, record. There is no other place that trains."""
+"""One run, task by task: train, evaluate, save, restore, record. All runs are trained here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Keep = Literal["checkpoint", "endpoints"]
 
 
 def open_stream(spec: RunSpec, data: str | PathLike[str] | None) -> Any:
-    """The Avalanche benchmark of a run.
+    """Return the Avalanche benchmark of a run.
 
     :param data: folder of data sets, for a stream that reads files.
     """
@@ -60,25 +60,25 @@ def open_stream(spec: RunSpec, data: str | PathLike[str] | None) -> Any:
         options["n_tasks"] = spec.stream.n_tasks
     if spec.stream.reads_files:
         if data is None:
-            raise SpecError(f"{spec.benchmark} reads data sets from disk; name their folder")
+            raise SpecError(f"{spec.benchmark} reads data sets from disk; pass their folder as dataset_root")
         options.update(dataset_root=data, device=spec.device)
     try:
         return function(seed=spec.seed, **options)
     except TypeError as error:
-        raise SpecError(f"the stream {spec.stream.name} cannot be made with {options}: {error}") from error
+        raise SpecError(f"cannot create the stream {spec.stream.name} with the options {options}: {error}") from error
     except (FileNotFoundError, ValueError) as error:
         raise SpecError(str(error)) from error
 
 
 def make_network(spec: RunSpec) -> nn.Module:
-    """The network of a run with fresh weights."""
+    """Return the network of a run with new weights."""
     network: nn.Module = find("network", spec.network.name, NETWORKS)(**spec.network.options)
     return network.to(memory_format=torch.channels_last) if spec.network.channels_last else network
 
 
 @cache
 def environment() -> dict[str, str]:
-    """Everything about the machine that may decide a number."""
+    """Return the versions and the machine type, which may affect results."""
     packages = ("torch", "torchvision", "avalanche-lib", "numpy", "became-avalanche")
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -103,7 +103,7 @@ def _peak_memory(device: torch.device) -> int:
 
 @contextmanager
 def limited_threads(n: int) -> Iterator[None]:
-    """A context in which torch uses ``n`` threads on the CPU."""
+    """Limit torch to ``n`` CPU threads in this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:
@@ -112,17 +112,24 @@ def limited_threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _flat(metrics: Sequence[Any]) -> Iterator[Any]:
-    """The metrics in a list of metrics and lists of metrics, as Avalanche takes it."""
+def _flatten(metrics: Sequence[Any]) -> Iterator[Any]:
+    """Yield the metrics of a nested list, which Avalanche accepts."""
     for metric in metrics:
-        yield from _flat(metric) if isinstance(metric, Sequence) else (metric,)
+        yield from _flatten(metric) if isinstance(metric, Sequence) else (metric,)
 
 
 # ---------------------------------------------------------------------------------------------------------- session
 
 
 class Session:
-    """A run: its strategy, its stream, and what it has measured so far."""
+    """A run: its strategy, its stream, and its measurements so far.
+
+    >>> from became_avalanche import Session, find_benchmark
+    >>> session = Session(find_benchmark("split-digits").spec("gpm", n_tasks=2, max_epochs=1))
+    >>> session.step()
+    >>> len(session.tasks), session.finished
+    (1, False)
+    """
 
     def __init__(
         self,
@@ -135,14 +142,14 @@ class Session:
         keep: Keep = "checkpoint",
         report: Report = ignore,
     ) -> None:
-        """Set up everything before the first task. The global random state is seeded.
+        """Create the stream, the network and the strategy, and seed the global random state.
 
-        :param spec: what to run.
+        :param spec: the specification.
         :param data: folder of data sets, for a benchmark that reads files.
-        :param plugins: further plugins that watch the training and have no state of their own.
+        :param plugins: further plugins, which only observe the training. Their state is not saved.
         :param loggers: Avalanche loggers.
         :param metrics: further Avalanche metrics for the loggers.
-        :param keep: ``endpoints`` keeps the weights of each merge in ``endpoints``.
+        :param keep: ``endpoints`` keeps the weights of the last merge, for ``endpoints()``.
         :param report: is called after each epoch and each stage.
         """
         self.spec, self._report = spec, report
@@ -164,13 +171,13 @@ class Session:
             None if spec.method.joint else self._test_data,
             self._report_stage,
         )
-        self._watching = [self._trace, *plugins]
-        self._stateless = [*self._watching, *_flat(metrics)]
+        self._observers = [self._trace, *plugins]
+        self._stateless = [*self._observers, *_flatten(metrics)]
         self.strategy = (JointTraining if spec.method.joint else Naive)(
             model=model,
             optimizer=recipe.optimizer(model),
             criterion=nn.CrossEntropyLoss(),
-            plugins=[*self.method_plugins, *schedule, *self._watching],
+            plugins=[*self.method_plugins, *schedule, *self._observers],
             evaluator=EvaluationPlugin(*self.matrices.values(), *metrics, loggers=list(loggers) or [BaseLogger()]),
             train_mb_size=recipe.batch_size,
             train_epochs=recipe.epochs,
@@ -182,7 +189,7 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether all tasks are learned."""
+        """Whether all tasks are trained."""
         return len(self.tasks) == self.spec.n_trainings
 
     def step(self) -> None:
@@ -214,11 +221,11 @@ class Session:
 
     @property
     def not_resumable(self) -> list[str]:
-        """Names of plugins whose state cannot be saved; a run with such a plugin restarts from its first task."""
+        """Names of plugins whose state cannot be saved. A run with one of them restarts from its first task."""
         return not_resumable(self.strategy, stateless=self._stateless)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the tasks to come depend on, and the record so far."""
+        """Return everything that later tasks depend on, and the record so far."""
         return {
             "key": self.key,
             "finished": len(self.tasks),
@@ -227,14 +234,14 @@ class Session:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue a fresh session from a state. If it fails, the session may be half loaded: make a new one."""
+        """Load a state into a new session. If this fails, the session may be half loaded: create another one."""
         record = parse_record(state["record"], "the record in the checkpoint")
         n = int(state["finished"])
         load_strategy_state(self.strategy, state["strategy"], self.stream.train_stream[:n], stateless=self._stateless)
         self.tasks, self.resumed = list(record.tasks), [*record.resumed, n]
 
     def endpoints(self) -> tuple[int, dict[str, Any]] | None:
-        """The task and the weights of its merge, if they are kept and there was one in this task."""
+        """Return the task and the weights of its merge, or None if there was no merge or its weights are not kept."""
         for plugin in self.method_plugins:
             if isinstance(plugin, BecameMergePlugin) and (last := plugin.last_merge) is not None:
                 return last.t, {
@@ -246,10 +253,10 @@ class Session:
         return None
 
     def record(self, status: Status | None = None, error: str | None = None) -> Record:
-        """What was measured so far.
+        """Return the measurements so far.
 
-        :param status: ``running`` or ``done`` by default.
-        :param error: the traceback of a run that ended early.
+        :param status: status of the run (default: ``running`` or ``done``).
+        :param error: traceback of a run that ended early.
         """
         merging = [plugin for plugin in self.method_plugins if isinstance(plugin, BecameMergePlugin)]
         return Record(
@@ -277,7 +284,7 @@ class Session:
 
 
 def _matrix(matrix: AccuracyMatrix) -> Matrix:
-    """The accuracies as plain values. A run that ends in its first training has measured none."""
+    """Return the accuracies as plain values. They are empty if a run ended in its first training."""
     return [[finite(value) for value in row] for row in matrix.result().tolist() if row]
 
 
@@ -298,30 +305,35 @@ def train(
     loggers: Sequence[BaseLogger] = (),
     metrics: Sequence[Any] = (),
 ) -> Record:
-    """Train a method on a benchmark, task by task, and return what it measured.
+    """Train a method on a benchmark, task by task, and return the record of the run.
 
-    The seed decides on the tasks, the initial weights and the order of the data: two runs with the same seed give the
-    same numbers, whatever ran before. Nothing is written to disk; ``became study`` and ``became compare`` keep runs in
-    folders and resume them.
+    The seed determines the tasks, the initial weights and the order of the data. Two runs with the same seed give the
+    same numbers, independent of earlier runs in the process. Nothing is written to disk; ``became study`` and
+    ``became compare`` keep runs in folders and can resume them.
 
-    :param benchmark: a name (``became presets`` lists them); or a whole specification, which already says what the
-        parameters from ``method`` to ``max_epochs``, ``device`` and ``threads`` would.
-    :param method: a name, such as ``gpm+became``, or a ``Method`` with options of its own.
+    :param benchmark: a name (``became presets`` lists them) or a ``RunSpec``. A ``RunSpec`` already holds ``method``,
+        ``seed``, ``n_tasks``, ``max_epochs``, ``device`` and ``threads``, so these cannot be passed with it.
+    :param method: a name, such as ``gpm+became``, or a ``Method`` with its own options.
     :param seed: the seed.
-    :param n_tasks: number of tasks to train; all by default.
-    :param max_epochs: at most this many epochs per stage; by default as many as the recipe says.
+    :param n_tasks: number of tasks to train (default: all).
+    :param max_epochs: maximum number of epochs per stage (default: as the recipe says).
     :param dataset_root: folder of data sets, for a benchmark that reads files (``became data`` lists them).
-    :param device: where to train.
-    :param threads: threads of torch.
-    :param plugins: further plugins that watch the training.
+    :param device: device to train on.
+    :param threads: CPU threads of torch.
+    :param plugins: further plugins, which only observe the training.
     :param loggers: Avalanche loggers.
     :param metrics: further Avalanche metrics for the loggers.
+
+    >>> from became_avalanche import METRICS, train
+    >>> record = train("split-digits", "gpm+became", n_tasks=1, max_epochs=1)
+    >>> record.status, METRICS["acc"].of(record) > 0.5
+    ('done', True)
     """
     if isinstance(benchmark, RunSpec):
         spec = benchmark
         if (method, seed, n_tasks, max_epochs, device, threads) != ("gpm+became", 0, None, None, "cpu", 1):
             raise SpecError(
-                "a specification holds method, seed, n_tasks, max_epochs, device and threads: set them there"
+                "a RunSpec already holds method, seed, n_tasks, max_epochs, device and threads: set them there"
             )
     else:
         from became_avalanche.runs.catalogue import find_benchmark

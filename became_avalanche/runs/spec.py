@@ -1,4 +1,4 @@
-"""The specification of a run: everything that decides a number, as plain values."""
+"""The specification of a run: everything that affects its results, as plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from became_avalanche.runs.components import (
 )
 from became_avalanche.runs.components import SpecError as SpecError
 from became_avalanche.runs.method import Method
-from became_avalanche.runs.recipes import RECIPES, AnyRecipe, at_most
+from became_avalanche.runs.recipes import RECIPES, AnyRecipe, limit_epochs
 
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 
@@ -45,80 +45,93 @@ class _Component(BaseModel):
 
 
 class Stream(_Component):
-    """The stream of tasks: a function of the seed."""
+    """The stream of tasks: a function of the seed, and its options."""
 
     n_tasks: Annotated[int, Ge(1)]
-    """Number of tasks of the stream."""
+    """Number of tasks in the stream."""
 
     @field_validator("options")
     @classmethod
-    def _others(cls, value: Options) -> Options:
+    def _not_reserved(cls, value: Options) -> Options:
         for name in ("seed", "n_tasks", "dataset_root", "device"):
             if name in value:
-                raise SpecError(f"{name!r} is not an option of a stream but of the run that it belongs to")
+                raise SpecError(f"{name!r} cannot be an option of the stream: the run sets it")
         return value
 
     def function(self) -> Callable[..., Any]:
-        """The function that makes the stream."""
+        """Return the function that creates the stream."""
         return find("stream", self.name, STREAMS)
 
     @property
     def reads_files(self) -> bool:
-        """Whether it needs a folder of data sets."""
+        """Whether the stream needs a folder of data sets."""
         return "dataset_root" in inspect.signature(self.function()).parameters
 
 
 class Network(_Component):
-    """The network, made without further arguments."""
+    """The network: a class or function, and its options."""
 
     channels_last: bool = False
-    """Memory format of its weights: about a tenth faster on a CPU, with other rounding."""
+    """Whether its weights use the channels-last memory format: about 10 % faster on a CPU, with different rounding."""
 
     def function(self) -> Callable[..., Any]:
-        """The class or function that makes the network."""
+        """Return the class or function that creates the network."""
         return find("network", self.name, NETWORKS)
 
 
 class RunSpec(BaseModel):
     """One run: a benchmark, a network, a method, a recipe and a seed.
 
-    Two runs with equal specifications give the same numbers on the same machine with the same versions. Where the data
-    lie and what is logged is not part of it.
+    Two runs with equal specifications give the same numbers on the same machine with the same versions. The folder of
+    data sets and the loggers are not part of the specification.
+
+    >>> from became_avalanche import Method, Network, Recipe, RunSpec, Stream
+    >>> spec = RunSpec(
+    ...     benchmark="mine",
+    ...     stream=Stream(name="split-digits", n_tasks=5),
+    ...     network=Network(name="mlp"),
+    ...     method=Method.parse("gpm+became"),
+    ...     recipe=Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005),
+    ...     n_tasks=2,
+    ... )
+    >>> spec.check()  # raises an error if a name or an option is wrong
+    >>> spec.key()
+    'mine.gpm+became.seed0...'
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     benchmark: str
-    """Name of the benchmark, as tables call it."""
+    """Name of the benchmark in tables."""
     stream: Stream
     network: Network
     method: Method
     recipe: AnyRecipe
     seed: Seed = 0
-    """Decides on the tasks, the initial weights and the order of the data."""
+    """Determines the tasks, the initial weights and the order of the data."""
     n_tasks: Annotated[int, Ge(1)]
     """Number of tasks to train."""
     max_epochs: Annotated[int, Ge(1)] | None = None
-    """Budget: at most this many epochs per stage. None for the recipe's own number."""
+    """Budget: maximum number of epochs per stage. None: as the recipe says."""
     device: str = "cpu"
     threads: Annotated[int, Ge(1)] = 1
-    """Threads of torch on the CPU. Sums are rounded differently with another number."""
+    """CPU threads of torch. Another number of threads rounds sums differently."""
     eval_batch_size: Annotated[int, Ge(1)] = 64
 
     @model_validator(mode="after")
     def _within_the_stream(self) -> RunSpec:
         if self.n_tasks > self.stream.n_tasks:
             raise SpecError(
-                f"n_tasks must be at most {self.stream.n_tasks}, the tasks of the stream; got {self.n_tasks}"
+                f"n_tasks must be at most {self.stream.n_tasks}, the number of tasks in the stream; got {self.n_tasks}"
             )
         if self.max_epochs is not None and self.max_epochs >= self.recipe.epochs:
-            object.__setattr__(self, "max_epochs", None)  # no restriction, so the same run as without
+            object.__setattr__(self, "max_epochs", None)  # it limits nothing, so the run is the same as without it
         return self
 
     @property
     def effective_recipe(self) -> Any:
-        """The recipe within the budget."""
-        return at_most(self.recipe, self.max_epochs)
+        """The recipe, limited to the budget."""
+        return limit_epochs(self.recipe, self.max_epochs)
 
     @property
     def n_trainings(self) -> int:
@@ -126,20 +139,21 @@ class RunSpec(BaseModel):
         return 1 if self.method.joint else self.n_tasks
 
     def with_method(self, method: Method) -> RunSpec:
-        """The same run of another method."""
+        """Return the same specification with another method."""
         return self.model_copy(update={"method": method})
 
     @property
     def references(self) -> References:
-        """The runs of the same seed that this one is compared with."""
+        """Keys of the runs with the same seed that this one is compared with."""
         others = (self.method.baseline, self.method.equal_training)
         keys = [None if other is None else self.with_method(other).key() for other in others]
         return References(baseline=keys[0], control=keys[1])
 
     def key(self) -> str:
-        """Name of the run's folder: readable, and different for every specification.
+        """Return the name of the run's folder. It is readable, and different for every specification.
 
-        Options at their default do not enter it, so a new option with a default does not orphan finished runs.
+        Options with their default value do not affect it. So finished runs keep their folders when a new version adds
+        an option.
         """
         short: dict[str, Any] = {
             name: part.model_copy(update={"options": without_defaults(part.function(), part.options)})
@@ -153,11 +167,11 @@ class RunSpec(BaseModel):
         return f"{readable}.{digest}"
 
     def completed(self) -> RunSpec:
-        """The same with the default of every option of the method's plugins written out."""
+        """Return the same specification with every option of the plugins written out, defaults included."""
         return self.with_method(self.method.completed())
 
     def check(self) -> None:
-        """Raise a SpecError if a component or one of its options does not exist. This imports torch."""
+        """Raise a SpecError if a component or one of its options does not exist. Imports torch."""
         try:
             check_options(f"the stream {self.stream.name}", self.stream.function(), self.stream.options)
             check_options(f"the network {self.network.name}", self.network.function(), self.network.options)
@@ -166,23 +180,23 @@ class RunSpec(BaseModel):
             raise SpecError(f"{self.benchmark}, {self.method.name}: {error}") from error
 
     def to_json(self) -> str:
-        """The text of ``spec.json``, with the default of every option of the method's plugins."""
+        """Return the text of ``spec.json``, with every option of the plugins, defaults included."""
         return sealed_json({"schema_version": SPEC_SCHEMA, **self.completed().model_dump(mode="json")})
 
 
 def parse_spec(content: Any, where: str = "the specification") -> RunSpec:
-    """A specification from plain values; raises a SpecError that names the field, the bad value and what is allowed."""
+    """Create a specification from plain values. A SpecError names the wrong field, its value and what is allowed."""
     spec: RunSpec = validated(RunSpec, content, where)
     return spec
 
 
 def read_spec(path: Path) -> RunSpec:
-    """The specification in a ``spec.json``."""
+    """Read the specification in a ``spec.json``."""
     return parse_spec(read_values(path), str(path))
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The plain values in a ``spec.json``; raises a SpecError if it is corrupt, foreign or of a newer version."""
+    """Read a ``spec.json`` as plain values. Raises a SpecError if it is corrupt, another file or of a newer version."""
     try:
         values = unsealed(read_file(path), str(path), "the specification of a run", SPEC_SCHEMA)
     except OSError as error:
@@ -194,19 +208,19 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def validated(model: type[Any], content: Any, where: str) -> Any:
-    """A pydantic model from plain values; raises one SpecError that names all wrong fields.
+    """Create a pydantic model from plain values. Raises one SpecError that names all wrong fields.
 
-    :param where: where the values are from, for the error; may be empty.
+    :param where: source of the values, for the error; may be empty.
     """
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = [_explained(model, problem) for problem in error.errors(include_url=False)]
+        problems = [_explain(model, problem) for problem in error.errors(include_url=False)]
         raise SpecError(": ".join(filter(None, [where, "; ".join(problems)]))) from None
 
 
-def _explained(model: type[BaseModel], problem: Any) -> str:
-    """A problem that pydantic found, for a person: which field, which value, and what is allowed."""
+def _explain(model: type[BaseModel], problem: Any) -> str:
+    """Explain a problem that pydantic found: which field, which value, and what is allowed."""
     kind, value = problem["type"], problem["input"]
     place = ""
     for part in problem["loc"]:
@@ -232,7 +246,7 @@ def _explained(model: type[BaseModel], problem: Any) -> str:
 
 
 def _siblings(model: Any, place: tuple[Any, ...]) -> list[str]:
-    """The fields that exist beside an unknown one."""
+    """Return the valid fields at the place of an unknown one."""
     for part in place[:-1]:
         if isinstance(part, str):
             model = RECIPES.get(part) or _model_in(_fields(model)[part].annotation)
@@ -245,7 +259,7 @@ def _fields(model: Any) -> dict[str, Any]:
 
 
 def _model_in(annotation: Any) -> Any:
-    """The model in an annotation such as ``Model | None`` or ``list[Model]``."""
+    """Return the model in an annotation such as ``Model | None`` or ``list[Model]``."""
     if hasattr(annotation, "__pydantic_fields__") or hasattr(annotation, "model_fields"):
         return annotation
     inner = [_model_in(argument) for argument in getattr(annotation, "__args__", ())]
@@ -253,7 +267,7 @@ def _model_in(annotation: Any) -> Any:
 
 
 def _canonical(value: Any) -> Any:
-    """The value with 10.0 written as 10, so that equal settings have equal keys."""
+    """Return the value with 10.0 as 10, so that equal settings have equal keys."""
     if isinstance(value, dict):
         return {key: _canonical(inner) for key, inner in value.items()}
     if isinstance(value, list):

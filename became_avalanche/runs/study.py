@@ -1,4 +1,4 @@
-"""Many runs: which are wanted, which are missing, and what is known about them."""
+"""Studies: the runs that they consist of, the status of each run, and the runs that are missing."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ else:
 
 
 MOST_SEEDS = 1000
-"""More are a typing mistake."""
+"""Upper limit for the number of seeds, to catch typing mistakes."""
 
 
 class StudyMethod(BaseModel):
-    """A method of a study: its name, and whatever else is to be said about it."""
+    """A method of a study: its name, and optional settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     label: str | None = None
     options: Options = {}
-    """Options of the plugin. They come before those of the benchmark."""
+    """Options of the plugin. They override those of the benchmark."""
     merge: MergeSettings | None = None
 
     @model_validator(mode="after")
@@ -49,34 +49,43 @@ class StudyMethod(BaseModel):
         return self
 
     def method(self) -> Method:
-        """The method itself."""
+        """Return the method."""
         return Method.parse(self.name, self.options, label=self.label, merge=self.merge)
 
 
-def _named(entry: Any) -> Any:
+def _as_table(entry: Any) -> Any:
+    """Return the table of fields for an entry that is only a name."""
     return {"name": entry} if isinstance(entry, str) else entry
 
 
 class Study(BaseModel):
-    """Methods × benchmarks × seeds, with one budget."""
+    """Methods × benchmarks × seeds, with one budget.
+
+    >>> from became_avalanche import Study
+    >>> study = Study(benchmarks=["split-digits"], methods=["gpm+became", "gpm"], seeds=2, n_tasks=3)
+    >>> [(spec.method.name, spec.seed) for spec in study.specs()]
+    [('gpm', 0), ('gpm+became', 0), ('gpm', 1), ('gpm+became', 1)]
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "study"
-    """How its tables and figures are called on disk."""
+    """Name of the study, and prefix of its tables and figures on disk."""
     benchmarks: Annotated[list[str], MinLen(1)]
-    methods: Annotated[list[Annotated[StudyMethod, BeforeValidator(_named)]], MinLen(1)]
+    methods: Annotated[list[Annotated[StudyMethod, BeforeValidator(_as_table)]], MinLen(1)]
     """Names, or tables with a name and the fields of ``StudyMethod``."""
     seeds: Annotated[list[Seed], MinLen(1)] = [0]
-    """A list, or the number of seeds from 0 on."""
+    """A list of seeds, or a number ``n`` for the seeds 0 to n-1."""
     n_tasks: Annotated[int, Ge(1)] | None = None
+    """Budget: number of tasks to train. None: all."""
     max_epochs: Annotated[int, Ge(1)] | None = None
+    """Budget: maximum number of epochs per stage. None: as the recipe says."""
     device: str = "cpu"
     threads: Annotated[int, Ge(1)] = 1
     eval_batch_size: Annotated[int, Ge(1)] = 64
     intransigence: bool = False
-    """Whether to train jointly on the first 1, 2, ... and all tasks of each seed, too. IM needs these runs, and all
-    methods and studies share them."""
+    """Whether to also train jointly on the first task, the first two, and so on, for each seed. The metric IM needs
+    these runs. All methods and studies share them."""
 
     @field_validator("name")
     @classmethod
@@ -98,7 +107,7 @@ class Study(BaseModel):
         if isinstance(value, bool) or not isinstance(value, int):
             return value
         if not 1 <= value <= MOST_SEEDS:
-            raise SpecError(f"a number of seeds is from 1 to {MOST_SEEDS}; got {value}")
+            raise SpecError(f"the number of seeds must be from 1 to {MOST_SEEDS}; got {value}")
         return list(range(value))
 
     @field_validator("seeds")
@@ -108,7 +117,7 @@ class Study(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Study:
-        """The study in a TOML file; its name is that of the file by default."""
+        """Read the study in a TOML file. Its default name is the name of the file."""
         try:
             content = tomllib.loads(read_file(path).decode())
         except OSError as error:
@@ -121,12 +130,12 @@ class Study(BaseModel):
         return study
 
     def specs(self) -> list[RunSpec]:
-        """The runs, without repetition, in the order in which they are to be trained.
+        """Return the runs, without repetition, in the order in which to train them.
 
         Seeds come one after the other. Within a seed, a baseline, its control and its merges come first, so that gains
         appear early. Joint training for IM comes last.
         """
-        methods = _pairs_first([entry.method() for entry in self.methods])
+        methods = _references_first([entry.method() for entry in self.methods])
         settings: dict[str, Any] = self.model_dump(exclude={"name", "benchmarks", "methods", "seeds", "intransigence"})
         specs = []
         for seed in self.seeds:
@@ -139,20 +148,22 @@ class Study(BaseModel):
             label, key = spec.method.shown, spec.key()
             if by_key.setdefault(key, spec).method.shown != label:
                 raise SpecError(
-                    f"{by_key[key].method.shown!r} and {label!r} are the same run of {spec.benchmark}; leave one out"
+                    f"{by_key[key].method.shown!r} and {label!r} are the same run of {spec.benchmark}; remove one"
                 )
             if by_label.setdefault((spec.benchmark, spec.seed, label), key) != key:
-                raise SpecError(f"two methods with different options are called {label!r}; give one another label")
+                raise SpecError(
+                    f"two methods with different options are called {label!r}; give one of them another label"
+                )
         return list(by_key.values())
 
     def labels(self) -> list[str]:
-        """The methods as tables call them, in the order of the study; joint training last if IM needs it."""
+        """Return the names of the methods in tables, in the order of the study. Joint training for IM comes last."""
         shown = [entry.method().shown for entry in self.methods]
         return list(dict.fromkeys([*shown, *(["joint"] if self.intransigence else [])]))
 
 
-def _pairs_first(methods: Sequence[Method]) -> list[Method]:
-    """The methods with a merge, each after its references, and then the others."""
+def _references_first(methods: Sequence[Method]) -> list[Method]:
+    """Return the methods with a merge, each after its baseline and control, and then the other methods."""
     ordered: list[Method] = []
     for method in methods:
         if method.merge is not None:
@@ -163,7 +174,7 @@ def _pairs_first(methods: Sequence[Method]) -> list[Method]:
 
 
 def _joint_prefixes(n_tasks: int, benchmark: str, seed: int, settings: Mapping[str, Any]) -> list[RunSpec]:
-    """Joint training on the first task, on the first two, and so on. Only the last one is a row of tables."""
+    """Return joint runs on the first task, on the first two, and so on. Only the last one is a row of tables."""
     return [
         find_benchmark(benchmark).spec(
             Method(base="joint", label=None if n == n_tasks else f"joint on {n} of {n_tasks} tasks"),
@@ -179,7 +190,7 @@ def _joint_prefixes(n_tasks: int, benchmark: str, seed: int, settings: Mapping[s
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known about a run of a study."""
+    """The status of a run of a study."""
 
     spec: RunSpec
     state: str
@@ -189,7 +200,7 @@ class RunStatus:
 
 
 def status_of(specs: Iterable[RunSpec], store: Store) -> list[RunStatus]:
-    """What is known about each run."""
+    """Return the status of each run."""
     return [_status(spec, store) for spec in specs]
 
 
@@ -216,15 +227,15 @@ def _progress(spec: RunSpec, record: Record | None) -> str:
 
 
 def missing(statuses: Iterable[RunStatus]) -> list[RunSpec]:
-    """The runs that are to be trained: all that are not finished. A failed run is tried again."""
+    """Return the runs to train: all that are readable and not finished. Failed runs are tried again."""
     return [status.spec for status in statuses if status.state not in ("done", "diverged", "unreadable")]
 
 
 def estimate(specs: Sequence[RunSpec], finished: Iterable[Record]) -> dict[str, float | None]:
-    """Seconds that each run will take, by key, from finished runs.
+    """Estimate the seconds that each run will take, by key, from finished runs on the same benchmark and budget.
 
-    The best guess is the mean over runs of the same method on the same benchmark with the same budget; otherwise over
-    runs of all methods with as many stages per task; otherwise None. Joint training is compared with itself only.
+    The estimate is the mean over runs of the same method. If there are none, it is the mean over all runs with the same
+    number of stages per task. If there are none either, it is None. Joint training is only compared with itself.
     """
     by_method: dict[Any, list[float]] = defaultdict(list)
     by_size: dict[Any, list[float]] = defaultdict(list)
@@ -253,7 +264,7 @@ def _total_seconds(record: Record) -> float | None:
 
 
 def records_of(specs: Iterable[RunSpec], store: Store) -> list[Record]:
-    """The records of these runs that can be read, with the labels of the specifications."""
+    """Return the readable records of these runs, with the labels of the specifications."""
     found = []
     for status in status_of(specs, store):
         if status.record is not None:

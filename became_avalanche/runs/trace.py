@@ -1,4 +1,4 @@
-"""What a run notes while it trains: loss, learning rate and time of each epoch, and the accuracy after the first."""
+"""Measurements during training: loss, learning rate and time of each epoch, and accuracy after the first epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from became_avalanche.strategy.protocols import StageAware
 
 
 class Trace(SupervisedPlugin, StageAware):
-    """Notes loss, learning rate and time of each epoch of each stage, and the accuracy after the first epoch."""
+    """Records loss, learning rate and time of each epoch of each stage, and the test accuracy after the first epoch."""
 
     def __init__(self, plateau: PlateauPlugin | None, first_epoch_data: Any, report: Any) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Trace(SupervisedPlugin, StageAware):
         self._start_stage()
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """Note a further stage of the same task."""
+        """Start the record of a further stage of the same task."""
         if stage > 1:
             self.report("stage", stage - 1, self.stages[-1])
             self._start_stage()
@@ -70,5 +70,5 @@ def _accuracy(strategy: SupervisedTemplate, dataset: Any) -> float:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None if it is not a finite number."""
+    """Return the value, or None if it is not a finite number."""
     return None if value is None or value != value or value in (float("inf"), float("-inf")) else value

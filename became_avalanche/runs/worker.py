@@ -1,6 +1,6 @@
-"""What runs in another process: one run after the other, reported to the process that asked for them.
+"""Code of worker processes: train one run after the other, and report to the parent process.
 
-Engines preload this module where they can, so it imports all that a run needs.
+Engines preload this module where they can, so it imports everything that a run needs.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from became_avalanche.runs.run import Local
 
 Message = tuple[str, Any]
-"""``event`` and its fields, ``record`` and its text, or ``problem`` and what it is."""
+"""``("event", fields)``, ``("record", JSON text)`` or ``("problem", message)``."""
 
 
 def run_one(spec: RunSpec, store: Store, local: Local, report: Report, patience: float = 1.0) -> Message:
-    """Bring a run to its end; returns its record, or the problem that kept it from running."""
+    """Train a run. Return its record, or the problem that prevented it."""
     try:
         return "record", run(spec, store, local, report, patience).to_json()
     except UserError as error:
         return "problem", str(error)
-    except Exception as error:  # a fault of ours, which is no reason to stop the other runs
+    except Exception as error:  # a bug of this package must not stop the other runs
         return "problem", f"{type(error).__name__}: {error}"
 
 
 def serve(connection: Connection, data: Any) -> None:
     """Train the runs that come through the connection until it is closed.
 
-    :param connection: takes a specification, the folder of runs and ``Local``; gives messages.
+    :param connection: receives a specification, the folder of runs and ``Local`` for each run; sends messages.
     :param data: data sets that the parent has loaded.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
@@ -59,15 +59,15 @@ def serve(connection: Connection, data: Any) -> None:
             return
         spec = RunSpec.model_validate(content)
         connection.send(
-            run_one(spec, Store(Path(root)), local, _calm(lambda event: connection.send(("event", vars(event)))))
+            run_one(spec, Store(Path(root)), local, _throttled(lambda event: connection.send(("event", vars(event)))))
         )
 
 
-def _calm(report: Report) -> Report:
-    """``report`` without most epochs: a person cannot read more than a few a second, and each costs the parent time."""
+def _throttled(report: Report) -> Report:
+    """Drop most epoch events: people cannot read more than a few per second, and each costs the parent time."""
     last = 0.0
 
-    def calm(event: Event) -> None:
+    def throttled(event: Event) -> None:
         nonlocal last
         if event.kind == "epoch":
             if monotonic() - last < 0.3:
@@ -75,11 +75,11 @@ def _calm(report: Report) -> Report:
             last = monotonic()
         report(event)
 
-    return calm
+    return throttled
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone, whatever it is doing: files are written completely or not at all."""
+    """End this process as soon as its parent has ended. This is safe: files are written completely or not at all."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -13,12 +13,12 @@ def test_benchmarks_as_text():
     assert all((line.split()[-1] == "embedded") == ("-digits" in line) for line in listed[1:])
     shown = show_benchmark(BENCHMARKS["20-split-cifar100-nscl"])
     assert "split_cifar100(n_tasks=20, protocol='nscl')" in shown
-    assert "\n  all: batch_size 16, learning_rate 0.0001, " in shown
+    assert "\n  all methods: batch_size 16, learning_rate 0.0001, " in shown
     assert "nscl: a 30, coefficient 100, reference True\n" in f"{shown}\n"
     assert "ewc: ewc_lambda 1000 (untuned default)" in shown
     shown = show_benchmark(BENCHMARKS["10-split-cifar100"])
     assert "sgp: learning_rate 0.05, batch_size 64, epochs 200, patience 6, factor 2, lr_min 5e-05\n" in shown
-    assert "\n  others: learning_rate 0.01, " in shown
+    assert "\n  other methods: learning_rate 0.01, " in shown
     assert "five_datasets_in_turn()" in show_benchmark(BENCHMARKS["5-datasets"])
     assert "untuned" not in show_benchmark(BENCHMARKS["split-digits"])
 
@@ -34,7 +34,7 @@ def test_data_sets_as_text(tmp_path):
     texts = {source.name: describe_source(source, tmp_path) for source in all_sources()}
     assert len(texts) == len(all_sources()) == 8
     assert all(text.startswith(f"{name}: missing\n") for name, text in texts.items())
-    assert "is downloaded when it is needed, or get cifar-100-python.tar.gz from https" in texts["CIFAR-100"]
+    assert "downloaded automatically when a run needs it; or get cifar-100-" in texts["CIFAR-100"]
     assert "downloaded" not in texts["notMNIST"]
     for member in five.MEMBERS.values():
         place = tmp_path / member.source.folder

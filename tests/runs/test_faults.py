@@ -126,7 +126,9 @@ def test_a_run_that_another_study_trains_is_left_to_it(root):
         result = compare(root)
         assert not (folder.path / "record.json").exists()
     assert result.exit_code == 1
-    assert f"finetune, seed 0: not run: {folder.path} is being trained by process {os.getpid()} on " in result.stderr
+    assert (
+        f"finetune, seed 0: not finished: {folder.path} is being trained by process {os.getpid()} on " in result.stderr
+    )
     assert runs(root) == {("gpm", 0): "done"}
     assert compare(root).exit_code == 0
     assert runs(root) == {("gpm", 0): "done", ("finetune", 0): "done"}

@@ -152,7 +152,7 @@ def test_python_code_may_pass_the_plugin_itself():
         ("gpm+", "unknown method 'gpm+'; did you mean 'gpm'?"),
         (
             "xyz",
-            "unknown method 'xyz'; choose one of finetune, gpm, sgp, trgp, gpcns, nscl, owm, connector, ewc, si, lwf, "
+            "unknown method 'xyz'; choose one of: finetune, gpm, sgp, trgp, gpcns, nscl, owm, connector, ewc, si, lwf, "
             "agem, er, joint, alone or with -2x or +<rule>, as in gpm+became; or the import path of a plugin, "
             "module:name",
         ),

@@ -38,7 +38,7 @@ def test_plain_lines(progress, capsys):
     progress.finished(JOINT.key(), None, "its process was killed. Try again: now")
     assert capsys.readouterr().err.splitlines() == [
         "gpm+became, seed 1: done, ACC 50.00 %, BWT -25.00 % (4 of 5 runs)",
-        "joint, seed 0: not run: its process was killed. Try again: now (5 of 5 runs)",
+        "joint, seed 0: not finished: its process was killed. Try again: now (5 of 5 runs)",
     ]
 
 

@@ -239,9 +239,9 @@ def test_by_name():
         (["split-digit"], "unknown benchmark 'split-digit'; did you mean 'split-digits'?"),
         (["xyz"], "unknown benchmark 'xyz'; choose one of: split-digits, permuted-digits"),
         (["split-digits", "gpm", -1], "split-digits: seed must be greater than or equal to 0; got -1"),
-        ([BLOBS.spec("gpm"), "sgp"], "a specification holds method, seed, n_tasks, max_epochs, device and threads"),
+        ([BLOBS.spec("gpm"), "sgp"], "a RunSpec already holds method, seed, n_tasks, max_epochs, device and threads"),
         (["split-digits", Method.parse("gpm", {"alpha": 1})], "split-digits, gpm: gpm has no option 'alpha' (given 1)"),
-        (["5-datasets"], "5-datasets reads data sets from disk; name their folder"),
+        (["5-datasets"], "5-datasets reads data sets from disk; pass their folder as dataset_root"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -115,16 +115,16 @@ def changed(**fields):
         (changed(methods=None), "methods is missing"),
         (
             changed(methods='[{name = "gpm", merge = {options = {fisher = "exact"}}}]'),
-            "methods[0]: gpm has settings of a merge but no merge; call it gpm+<rule>",
+            "methods[0]: gpm has settings for a merge but does not merge; name it gpm+<rule>",
         ),
         (
             changed(methods='[{name = "gpm-2x", merge = {}}]'),
-            "methods[0]: gpm-2x has settings of a merge but no merge; call it gpm+<rule>",
+            "methods[0]: gpm-2x has settings for a merge but does not merge; name it gpm+<rule>",
         ),
         (changed(methods='[{name = "sgp", options = {alpha = inf}}]'), "methods[0].options: an option is a finite"),
         (changed(benchmarks='["blob"]'), "benchmarks: unknown benchmark 'blob'; did you mean 'blobs'?"),
         (changed(benchmarks="[]"), "benchmarks must not be empty"),
-        (changed(seeds="-3"), "seeds: a number of seeds is from 1 to 1000; got -3"),
+        (changed(seeds="-3"), "seeds: the number of seeds must be from 1 to 1000; got -3"),
         (changed(seeds="[0, -1]"), "seeds[1] must be greater than or equal to 0; got -1"),
         (changed(seeds="[]"), "seeds must not be empty"),
         (changed(seeds='"all"'), "seeds must be a list; got 'all'"),
@@ -145,14 +145,14 @@ def test_what_is_wrong_with_a_study(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: study("gpm", n_tasks=4), "blobs: n_tasks must be at most 3, the tasks of the stream; got 4"),
+        (lambda: study("gpm", n_tasks=4), "blobs: n_tasks must be at most 3, the number of tasks in the stream; got 4"),
         (
             lambda: study("gpm", {"name": "gpm", "options": {"threshold": 0.5}}),
-            "two methods with different options are called 'gpm'; give one another label",
+            "two methods with different options are called 'gpm'; give one of them another label",
         ),
         (
             lambda: study("gpm", {"name": "gpm", "label": "mine", "options": {"threshold": 0.97}}),
-            "'gpm' and 'mine' are the same run of blobs; leave one out",
+            "'gpm' and 'mine' are the same run of blobs; remove one",
         ),
         (lambda: study("tests.nowhere:Plugin"), "cannot import the plugin 'tests.nowhere:Plugin': No module named"),
     ],
