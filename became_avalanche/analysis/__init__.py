@@ -1,1 +1,1 @@
-"""Analyses of finished trainings, which may look at data of all tasks."""
+"""Analyses of trained models. They may use data of all tasks."""

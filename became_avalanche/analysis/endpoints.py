@@ -1,6 +1,6 @@
-"""Analyses of a run from the weights of its merges, which ``became study --keep endpoints`` keeps in its folder.
+"""Analyse a run from the weights of its merges, which ``became study --keep endpoints`` keeps in the run's folder.
 
-They look at data of all tasks, which training never sees, and leave plain values for figures.
+The analyses use data of all tasks, which training never does. They return plain values for figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 from tqdm import tqdm
 
-from became_avalanche.analysis.path import check_walkable, grid, measure, walk
+from became_avalanche.analysis.path import check_in_model, grid, measure, measure_path
 from became_avalanche.files import UserError
 from became_avalanche.results.record import read_record
 from became_avalanche.results.scans import Landscape, PathScan
@@ -28,19 +28,20 @@ from became_avalanche.strategy.weights import restore
 
 
 class AnalysisError(UserError, ValueError):
-    """A run that cannot be analysed: its weights were not kept, or have no plane."""
+    """Raised if a run cannot be analysed: its weights were not kept, or they lie on one line."""
 
 
 @dataclass(frozen=True)
 class KeptMerge:
-    """The three weight vectors of a merge, with a model and the data to measure them on."""
+    """The three weight vectors of a merge, with a strategy and the data to measure them on."""
 
     t: int
-    """The task, counted from 1."""
+    """Number of the task, counted from 1."""
     strategy: SupervisedTemplate
     training: Sequence[Any]
-    """The experiences of the first t tasks."""
+    """Training experiences of the first t tasks."""
     testing: Sequence[Any]
+    """Test experiences of the first t tasks."""
     anchor: Mapping[str, Tensor]
     """θ*_{t-1}."""
     base: Mapping[str, Tensor]
@@ -48,27 +49,27 @@ class KeptMerge:
     candidate: Mapping[str, Tensor]
     """θ̂."""
     coefficient: float
-    """λ; its mean if the rule gives more than one."""
+    """λ, or the mean λ if the rule gives more than one."""
     plasticity: float
     """Δᵀ F Δ of the merge."""
 
 
 def kept_tasks(folder: Path) -> list[int]:
-    """The tasks whose merge can be analysed."""
+    """Return the numbers of the tasks whose merge can be analysed."""
     return [int(path.stem.removeprefix("endpoints-")) for path in sorted(folder.glob("endpoints-*.safetensors"))]
 
 
 def open_merge(folder: Path, t: int, data: str | PathLike[str] | None = None) -> KeptMerge:
-    """The merge of task ``t`` of the run in a folder; raises an AnalysisError if its weights were not kept.
+    """Load the merge of task ``t`` from the folder of a run. Raises an AnalysisError if its weights were not kept.
 
     :param folder: the folder of the run.
-    :param t: the task, counted from 1.
+    :param t: number of the task, counted from 1.
     :param data: folder of data sets, for a benchmark that reads files.
     """
     if t not in kept_tasks(folder):
         raise AnalysisError(
-            f"{folder} does not have the weights of the merge of task {t}: train the run with --keep endpoints in "
-            "another folder"
+            f"{folder} does not have the weights of the merge of task {t}: train the run again in another folder, "
+            "with --keep endpoints"
         )
     try:
         state = read_state(folder / f"endpoints-{t:03d}.safetensors", kind="endpoints")
@@ -80,7 +81,7 @@ def open_merge(folder: Path, t: int, data: str | PathLike[str] | None = None) ->
         avalanche_model_adaptation(strategy.model, experience)
     strategy.model.to(strategy.device)
     try:
-        check_walkable(strategy, state["base"])
+        check_in_model(strategy, state["base"])
     except ValueError as error:
         raise AnalysisError(str(error)) from None
     merge = next(merge for merge in read_record(folder / "record.json").merges if merge.t == t)
@@ -100,14 +101,14 @@ def open_merge(folder: Path, t: int, data: str | PathLike[str] | None = None) ->
 
 
 def scan_kept_path(kept: KeptMerge, *, n_samples: int | None = 500, step: float = 0.05) -> PathScan:
-    """Loss and accuracy of each task along the path of a kept merge, on training data.
+    """Return loss and accuracy of each task along the path of a kept merge, on training data.
 
-    :param kept: the merge.
+    :param kept: the merge, from ``open_merge``.
     :param n_samples: samples per task, the same for each λ; None for all.
-    :param step: between two λ.
+    :param step: distance between two values of λ.
     """
     coefficients = grid(step)
-    loss, accuracy = walk(kept.strategy, kept.base, kept.candidate, coefficients, kept.training, n_samples)
+    loss, accuracy = measure_path(kept.strategy, kept.base, kept.candidate, coefficients, kept.training, n_samples)
     return PathScan(
         t=kept.t,
         n_samples=n_samples,
@@ -123,7 +124,7 @@ def scan_kept_path(kept: KeptMerge, *, n_samples: int | None = 500, step: float 
 class Plane:
     """The plane through three weight vectors: ``anchor + a · (base − anchor) + b · (candidate − anchor)``.
 
-    Its coordinates x and y are orthonormal. x runs along ``base − anchor``.
+    Its coordinates x and y are orthonormal, with the anchor at (0, 0) and x along ``base − anchor``.
     """
 
     anchor: Mapping[str, Tensor]
@@ -138,9 +139,9 @@ class Plane:
     def through(
         anchor: Mapping[str, Tensor], base: Mapping[str, Tensor], candidate: Mapping[str, Tensor], names: Sequence[str]
     ) -> Plane:
-        """The plane; raises an AnalysisError if the vectors are on one line.
+        """Return the plane. Raises an AnalysisError if the vectors lie on one line.
 
-        :param names: the tensors that count for distances: the parameters.
+        :param names: names of the tensors that distances are computed from: the parameters.
         """
         u = torch.cat([(base[name].double() - anchor[name].double()).flatten() for name in names])
         v = torch.cat([(candidate[name].double() - anchor[name].double()).flatten() for name in names])
@@ -149,13 +150,13 @@ class Plane:
         height = float((v - along / width * u).norm()) if width else 0.0
         if not height > 1e-6 * float(v.norm()):
             raise AnalysisError(
-                "θ*_{t-1}, θ_GP and θ̂ are on one line, so there is no plane through them: the landscape needs a method "
-                "with projection and a free second stage"
+                "θ*_{t-1}, θ_GP and θ̂ lie on one line, so they span no plane: the landscape needs a method with "
+                "projection and a free second stage"
             )
         return Plane(anchor, base, candidate, width, (along, height))
 
     def at(self, x: float, y: float) -> dict[str, Tensor]:
-        """The weights at a point. Integer tensors, which are counters, are those of ``candidate``."""
+        """Return the weights at a point. Integer tensors (counters) are taken from ``candidate``."""
         along, height = self.candidate_at
         b = y / height
         a = (x - b * along) / self.width
@@ -168,14 +169,14 @@ class Plane:
 
 
 def measure_landscape(kept: KeptMerge, *, n_samples: int | None = 500, size: int = 21) -> Landscape:
-    """Training loss and test accuracy of each task in the plane through θ*_{t-1}, θ_GP and θ̂.
+    """Return training loss and test accuracy of each task on a grid in the plane through θ*_{t-1}, θ_GP and θ̂.
 
-    The grid reaches beyond the three points on all sides by a third of their extent. A rule with more than one
-    coefficient leaves the plane; then θ* is shown where the mean coefficient would put it.
+    On each side the grid extends beyond the points by a third of their extent. With more than one coefficient the
+    merged weights are not in the plane; θ* is then shown at the mean coefficient.
 
-    :param kept: the merge.
+    :param kept: the merge, from ``open_merge``.
     :param n_samples: samples per task, the same for each point; None for all.
-    :param size: points of the grid in each direction.
+    :param size: number of grid points in each direction.
     """
     if size < 2:
         raise ValueError(f"size must be at least 2; got {size}")
@@ -198,12 +199,12 @@ def measure_landscape(kept: KeptMerge, *, n_samples: int | None = 500, size: int
 
 
 def _around(values: Sequence[float], size: int) -> list[float]:
-    """``size`` values that reach beyond all of these by a third of their extent."""
+    """Return ``size`` evenly spaced values that extend beyond ``values`` by a third of their extent on each side."""
     low, high = min(values), max(values)
     margin = (high - low) / 3
     return [_rounded(low - margin + k * (high - low + 2 * margin) / (size - 1)) for k in range(size)]
 
 
 def _rounded(value: float) -> float:
-    """Six digits, so that files stay small."""
+    """Round to six significant digits, so that files stay small."""
     return float(f"{value:.6g}")

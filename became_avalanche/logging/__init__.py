@@ -1,1 +1,1 @@
-"""Where values go."""
+"""Loggers: CSV files that show stages, and Weights & Biases."""

@@ -12,9 +12,20 @@ from avalanche.training.templates import SupervisedTemplate
 class StageCSVLogger(CSVLogger):
     """Avalanche's ``CSVLogger`` with the stage of each epoch, and a row for the merged model.
 
-    Avalanche's own logger writes the epochs of both stages under the same numbers. Here ``training_results.csv`` has a
-    column ``stage``: 1, 2, or ``merged`` for the model after the merge, which has validation values only. That row is
-    written if the strategy evaluates during training (``eval_every``).
+    Avalanche's own logger numbers the epochs of both stages alike, so that they cannot be told apart. Here
+    ``training_results.csv`` has a column ``stage``: 1, 2, or ``merged`` for the model after the merge. The row of the
+    merged model has validation values only. It is written if the strategy evaluates during training (``eval_every``).
+
+    >>> from pathlib import Path
+    >>> from avalanche.evaluation.metrics import accuracy_metrics, loss_metrics
+    >>> from avalanche.training.plugins import EvaluationPlugin
+    >>> from became_avalanche import StageCSVLogger
+    >>> logger = StageCSVLogger("logs")
+    >>> metrics = accuracy_metrics(epoch=True, experience=True) + loss_metrics(epoch=True, experience=True)
+    >>> evaluator = EvaluationPlugin(metrics, loggers=[logger])  # for the strategy
+    >>> Path("logs/training_results.csv").read_text().strip()
+    'training_exp,stage,epoch,training_accuracy,val_accuracy,training_loss,val_loss'
+    >>> logger.close()
     """
 
     def __init__(self, log_folder: str | None = None) -> None:
@@ -29,7 +40,7 @@ class StageCSVLogger(CSVLogger):
         self._row("training_exp", "stage", "epoch", "training_accuracy", "val_accuracy", "training_loss", "val_loss")
 
     def log_single_metric(self, name: str, value: Any, x_plot: int) -> None:
-        """Take in the stage, and that there was a merge."""
+        """Remember the current stage, and whether there was a merge."""
         if name.startswith("Stage/"):
             self._stage = value
         self._merged = self._merged or name.startswith("Lambda/")

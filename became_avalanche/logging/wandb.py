@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases."""
+"""Send metrics to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     import wandb
 
 _ONE_CURVE = re.compile(r"(Stage|Lambda|Plasticity|Stability)/.*/Exp\d+")
-"""Values that come once or twice per experience: a curve over steps, not one chart per experience."""
+"""Values that are logged once or twice per experience. They form one curve over all steps, not one per experience."""
 
 
 class WandBLogger(BaseLogger, SupervisedPlugin):
-    """Sends metrics to a run of Weights & Biases; Avalanche's own logger does not work with the wandb of today.
+    """Sends metrics to a run of Weights & Biases. Avalanche's own logger does not work with current versions of wandb.
 
-    The step is the number of training iterations, over all experiences and stages. Each logger has its own run, so
-    several can be open in one process. ``Stage``, ``Lambda``, ``Plasticity`` and ``Stability`` are logged under these
-    short names: which stage begins at a step, and λ, ``Δᵀ F_t(θ̂) Δ`` and ``Δᵀ Λ_{t-1} Δ`` of each merge. No code,
-    console output or git state is recorded.
+    The step is the number of training iterations, over all experiences and stages. Each logger has a separate run, so
+    several can be open in one process. ``Stage`` (the current stage) and ``Lambda``, ``Plasticity`` and ``Stability``
+    (λ, ``Δᵀ F_t(θ̂) Δ`` and ``Δᵀ Λ_{t-1} Δ`` of each merge) are logged under these short names. Code, console output
+    and the state of git are not recorded.
 
-    A logger that comes out of a checkpoint resumes its run when it logs the next value. Offline, that is a second run
-    folder with the same run id.
+    A logger that is loaded from a checkpoint resumes its run when it logs the next value. Offline, this creates a
+    second run folder with the same run id.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
         """Init.
 
         :param project: project that the run belongs to.
-        :param name: name of the run; W&B makes one up if None.
-        :param group: runs of a group are shown together, such as the seeds of an experiment.
-        :param job_type: what the run does within its group, such as the name of the method.
-        :param run_id: id of an earlier run to continue; a new run if None.
-        :param config: settings of the experiment, shown and stored with the run: nothing secret.
-        :param directory: where the folder ``wandb`` with the run's files goes; ``WANDB_DIR`` or the working directory
-            if None.
-        :param mode: where values go: to the server, to files for a later ``wandb sync``, or nowhere. ``WANDB_MODE`` if
-            None, and online without it.
-        :param start: whether to start the run now, and not with ``start()`` or the first value.
+        :param name: name of the run (default: W&B chooses one).
+        :param group: group of the run. W&B shows the runs of a group together, such as the seeds of an experiment.
+        :param job_type: role of the run in its group, such as the name of the method.
+        :param run_id: id of an earlier run to resume (default: start a new run).
+        :param config: settings of the experiment. They are stored and shown with the run, so pass no secrets.
+        :param directory: folder in which wandb creates its folder ``wandb`` (default: ``WANDB_DIR``, or the working
+            directory).
+        :param mode: send values to the server (online), write them to files for a later ``wandb sync`` (offline), or
+            drop them (disabled). Default: ``WANDB_MODE``, or online if it is not set.
+        :param start: start the run now. If False, ``start()`` or the first value starts it.
         """
         super().__init__()
         if mode not in (None, "online", "offline", "disabled"):
@@ -81,30 +81,30 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
             "mode": mode,
         }
         self.step = 0
-        """Last step logged."""
+        """The last step that was logged."""
         self.run: wandb.Run | None = None
-        """The run; None until it is started, and after unpickling until something is logged."""
-        self._continue(run_id)
+        """The run. None until it is started, and after unpickling until a value is logged."""
+        self._set_run_id(run_id)
         if start:
             self.start(run_id)
 
     def start(self, run_id: str | None = None) -> None:
         """Start the run.
 
-        :param run_id: id of an earlier run to continue.
+        :param run_id: id of an earlier run to resume (default: the ``run_id`` that the logger was created with).
         """
-        self._continue(run_id)
+        self._set_run_id(run_id)
         self.run = self._start()
 
     def log_single_metric(self, name: str, value: object, x_plot: int) -> None:
-        """Log a number, picture or matrix; what W&B has no form for is ignored.
+        """Log a number, image or matrix. Values that W&B cannot show are ignored.
 
-        W&B drops what comes for an earlier step, so that goes to the last one. Of several values for one name and
-        step, the last stays.
+        W&B drops values of earlier steps, so these are logged at the last step. If a step has several values of the
+        same name, W&B keeps the last one.
         """
-        shown = _shown(name, value)
+        shown = _for_wandb(name, value)
         if shown is not None:
-            run = self._resumed()
+            run = self._open_run()
             self.step = max(self.step, int(x_plot))
             run.log({name.split("/")[0] if _ONE_CURVE.fullmatch(name) else name: shown}, step=self.step)
 
@@ -115,15 +115,15 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
         figures: Mapping[str, Path | str | Figure] | None = None,
         summary: Mapping[str, float] | None = None,
     ) -> None:
-        """Log what is known at the end of a stream, at the last step.
+        """Log the results at the end of a stream, at the last step.
 
-        :param accuracy: the accuracy matrix: a row per task learned, a column per task evaluated.
+        :param accuracy: the accuracy matrix, with a row per trained task and a column per evaluated task.
         :param figures: matplotlib figures, or paths of image files, by name.
         :param summary: values for the table of runs.
         """
         import wandb
 
-        run = self._resumed()
+        run = self._open_run()
         if accuracy is not None:
             run.log({"accuracy": _table(accuracy, "after task", "task")}, step=self.step)
         for name, figure in (figures or {}).items():
@@ -132,14 +132,14 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
             run.summary.update({name: float(value) for name, value in summary.items()})
 
     def log_record(self, record: Record) -> None:
-        """Log the record of a run: its status, and if it is done all metrics, tables and figures.
+        """Log the status of a recorded run, and if the run is done, its metrics, tables and figures.
 
-        The metrics are in the summary as ``final/acc`` and so on. The accuracy matrix and the merges are tables. Each
-        figure that can be drawn from the record is an image, the accuracy matrix as a heatmap among them.
+        The summary has the metrics as ``final/acc`` and so on. The accuracy matrix and the merges are tables. Each
+        figure that can be drawn from the record is an image, including a heatmap of the accuracy matrix.
         """
         import wandb
 
-        run = self._resumed()
+        run = self._open_run()
         run.summary.update({"status": record.status})
         if record.status != "done":
             return
@@ -157,10 +157,10 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
     def finish(self, exit_code: int = 0) -> None:
         """End the run.
 
-        Its files are complete when the process ends, or after ``wandb.teardown()``: wandb may write the last of them in
-        the background.
+        wandb may still write its last files in the background. They are complete when the process ends, or after
+        ``wandb.teardown()``.
 
-        :param exit_code: anything but 0 marks the run as failed.
+        :param exit_code: any value other than 0 marks the run as failed.
         """
         if self.run is not None:
             self.run.finish(exit_code=exit_code)
@@ -174,43 +174,43 @@ class WandBLogger(BaseLogger, SupervisedPlugin):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "run": None}
 
-    def _continue(self, run_id: str | None) -> None:
+    def _set_run_id(self, run_id: str | None) -> None:
         if run_id is not None:
             self._arguments.update(id=run_id, resume="allow")
 
-    def _resumed(self) -> wandb.Run:
+    def _open_run(self) -> wandb.Run:
         if self.run is None:
             self.run = self._start()
         return self.run
 
     def _start(self) -> wandb.Run:
-        """Open the run, or open it again if it has been open before."""
-        import wandb  # here, because it is slow to import
+        """Start the run, or resume it if it was started before."""
+        import wandb  # not at the top of the file, because the import is slow
 
         settings = wandb.Settings(console="off", quiet=True, save_code=False, disable_git=True)
         try:
             run = wandb.init(**self._arguments, reinit="create_new", settings=settings)
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:
             if self._arguments["mode"] in ("offline", "disabled"):
-                raise  # has nothing to do with the server
+                raise  # the server is not used, so the advice below would not help
             reason = " ".join(str(error).split())
             raise RuntimeError(
-                f"wandb could not start a run online ({reason}): log in with `wandb login`, or log into files with "
+                f"wandb could not start a run online ({reason}): log in with `wandb login`, or log to files with "
                 'mode="offline" or WANDB_MODE=offline'
             ) from error
-        self._continue(run.id)
-        self.step = max(self.step, run.step)  # a resumed run may have got further than the checkpoint
+        self._set_run_id(run.id)
+        self.step = max(self.step, run.step)  # a resumed run may be ahead of the checkpoint
         return run
 
 
-def _shown(name: str, value: Any) -> Any:
-    """The value in a form that W&B can show, or None."""
+def _for_wandb(name: str, value: Any) -> Any:
+    """Return the value in a form that W&B can show, or None if there is none."""
     import wandb
 
     if isinstance(value, AlternativeValues):
-        forms = (_shown(name, alternative) for alternative in value.alternatives)
+        forms = (_for_wandb(name, alternative) for alternative in value.alternatives)
         return next((form for form in forms if form is not None), None)
-    if isinstance(value, TensorImage):  # channels first, and fractions or bytes; W&B takes channels last, and bytes
+    if isinstance(value, TensorImage):  # channels first, fractions or bytes; W&B expects channels last, bytes
         image = value.image.detach().cpu()
         pixels = (image.clamp(0, 1) * 255).round().byte() if image.is_floating_point() else image
         return wandb.Image(pixels.permute(1, 2, 0).numpy())
@@ -224,7 +224,7 @@ def _shown(name: str, value: Any) -> Any:
 
 
 def _figures(record: Record) -> dict[str, Figure]:
-    """All figures that can be drawn from one record, by name."""
+    """Return all figures that can be drawn from one record, by name."""
     drawn = {}
     for name, figure in FIGURES.items():
         with suppress(NothingToDrawError):

@@ -1,4 +1,4 @@
-"""The accuracy matrix, and what the paper reads off it."""
+"""The accuracy matrix and the paper's metrics, as an Avalanche metric."""
 
 from __future__ import annotations
 
@@ -22,24 +22,42 @@ from became_avalanche.strategy.owner import unwrapped
 from became_avalanche.strategy.passes import experiences_in_training
 
 OF_MATRIX = {name: metric.of_matrix for name, metric in METRICS.items() if metric.of_matrix is not None}
-"""The metrics that need the accuracy matrix alone."""
+"""The metrics that are computed from the accuracy matrix alone."""
 
 
 class AccuracyMatrix(PluginMetric):
-    """The accuracy matrix of one stream, and what the paper reads off it: ACC, BWT, AAA and forgetting.
+    """The accuracy matrix of one stream, with the paper's metrics: ACC, BWT, AAA and forgetting.
 
-    ``A[t, i]`` is the accuracy on task ``i`` after training on task ``t``. ``METRICS`` has the definitions. Every task
-    weighs the same, and only tasks seen count; Avalanche's ``Top1_Acc_Stream`` weighs samples and counts unseen tasks
-    too. The metrics go to all loggers after each evaluation of the stream that covers all tasks seen, as fractions like
-    Avalanche's accuracies. One that is not defined yet is nan: BWT of a single task, and where a task was not evaluated
-    right after its training. The matrix is that of one model: it starts anew when another model is trained.
+    ``A[t, i]`` is the accuracy on task ``i`` after training on task ``t``. ``METRICS`` has the definitions of the
+    metrics. All tasks have the same weight, and only tasks trained so far count. Avalanche's ``Top1_Acc_Stream``
+    averages over samples instead, and also counts tasks that were never trained.
+
+    The metrics are sent to all loggers after each evaluation of the stream that covers all tasks trained so far, as
+    fractions like Avalanche's accuracies. A metric is nan as long as it is undefined: BWT after a single task, and any
+    metric that needs an accuracy that was not measured. The matrix belongs to one model and is reset when another model
+    is trained or evaluated.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from avalanche.training.plugins import EvaluationPlugin
+    >>> from became_avalanche import AccuracyMatrix, MultiHeadMLP, split_digits
+    >>> matrix, model, benchmark = AccuracyMatrix(), MultiHeadMLP(), split_digits()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=EvaluationPlugin(matrix))
+    >>> for experience in benchmark.train_stream[:2]:
+    ...     _ = strategy.train(experience)
+    ...     _ = strategy.eval(benchmark.test_stream[:2])
+    >>> matrix.result().shape
+    (2, 2)
+    >>> bool(matrix.acc == matrix.result()[1].mean())
+    True
     """
 
     def __init__(self, stream: str = "test", metrics: Sequence[str] = ("acc", "bwt", "aaa", "forgetting")) -> None:
         """Init.
 
         :param stream: name of the stream to follow.
-        :param metrics: names of the metrics of ``METRICS`` to log: those that need the accuracy matrix alone.
+        :param metrics: names of the metrics to log: those of ``METRICS`` that need only the accuracy matrix.
         """
         super().__init__()
         self.stream, self.metrics = stream, tuple(metrics)
@@ -55,23 +73,23 @@ class AccuracyMatrix(PluginMetric):
         self._model: ref[nn.Module] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The tasks seen and all accuracies, as plain values."""
+        """Return the tasks trained so far and all accuracies, as plain values."""
         return {"seen": list(self._seen), "values": [[t, i, value] for (t, i), value in self._values.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         self.reset()
         self._seen = list(state["seen"])
         self._values = {(t, i): value for t, i, value in state["values"]}
 
     def result(self) -> NDArray[np.float64]:
-        """The matrix: a row per task seen, a column per task of the stream, nan where nothing was measured."""
+        """Return the matrix, with a row per trained task and a column per task of the stream; nan if not measured."""
         columns = max((i for _, i in self._values), default=-1) + 1
         return np.array([[self._values.get((t, i), nan) for i in range(columns)] for t in self._seen])
 
     @property
     def acc(self) -> float:
-        """Mean accuracy over the tasks seen, after the last of them; nan if one of them was not evaluated."""
+        """Mean accuracy over the trained tasks, after the last of them; nan if one of them was not evaluated."""
         return self.value("acc")
 
     @property
@@ -80,9 +98,9 @@ class AccuracyMatrix(PluginMetric):
         return self.value("bwt")
 
     def value(self, name: str) -> float:
-        """A metric of ``METRICS`` over the tasks seen so far; nan if it is not defined or something was not measured.
+        """Return a metric over the tasks trained so far, or nan if it is undefined or an accuracy is missing.
 
-        :param name: of a metric that needs the accuracy matrix alone, such as "aaa".
+        :param name: name of a metric of ``METRICS`` that needs only the accuracy matrix, such as "aaa".
         """
         seen: Matrix = [[self._values.get((t, i)) for i in self._seen] for t in self._seen]
         value = look_up("metric of the accuracy matrix", name, OF_MATRIX)(seen)
@@ -122,7 +140,7 @@ class AccuracyMatrix(PluginMetric):
         ]
 
     def _follow(self, model: nn.Module) -> None:
-        """Start anew if this is another model than before. After loading, and in a copy, any model will do."""
+        """Reset the matrix if this is another model than before. After loading or copying, any model is accepted."""
         model = unwrapped(model)
         if self._model is not None and self._model() is not model:
             self.reset()

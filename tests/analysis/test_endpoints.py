@@ -124,18 +124,16 @@ def test_the_path_goes_from_base_to_candidate_and_is_kept_beside_the_record(run_
 
 def test_runs_that_cannot_be_analysed_say_why(tmp_path):
     _, folder = trained(tmp_path / "a", keep="checkpoint", n_tasks=2)
-    with pytest.raises(
-        AnalysisError, match="does not have the weights of the merge of task 2: train the run with --keep"
-    ):
+    with pytest.raises(AnalysisError, match=r"does not have the weights of the merge of task 2: train .* with --keep"):
         open_merge(folder, 2)
     _, folder = trained(tmp_path / "b", "finetune+became", n_tasks=2)
     scan_kept_path(open_merge(folder, 2), n_samples=5, step=1)
-    with pytest.raises(AnalysisError, match="are on one line, so there is no plane"):
+    with pytest.raises(AnalysisError, match="lie on one line, so they span no plane"):
         measure_landscape(open_merge(folder, 2))
     with pytest.raises(ValueError, match="size must be at least 2; got 1"):
         measure_landscape(open_merge(folder, 2), size=1)
     _, folder = trained(tmp_path / "c", "trgp+became", n_tasks=2)
-    with pytest.raises(AnalysisError, match="TRGP keeps its scales itself"):
+    with pytest.raises(AnalysisError, match="TRGP keeps its scales in the plugin"):
         open_merge(folder, 2)
     (folder / "endpoints-002.safetensors").write_bytes(b"damaged")
     with pytest.raises(AnalysisError, match=r"endpoints-002\.safetensors"):
