@@ -392,7 +392,7 @@ PICKLES = {
     "objects": (pickle.dumps({"data": np.array([{}], dtype=object), "labels": [0]}), "only numbers are allowed"),
     "a huge array": (pickle.dumps({"data": Call(np.ndarray, (10**13,), np.dtype("u1")), "labels": [0]}), "is corrupt"),
     "a huge text": (b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.", "is corrupt"),
-    "a huge number of a value": (b"\x80\x02]r\xf0\xff\xff\x7f.", "calls a value number"),
+    "a huge number of a value": (b"\x80\x02]r\xf0\xff\xff\x7f.", "gives a value the number"),
     "lists of lists of lists": (pickle.dumps({"data": np.zeros(4, np.uint8), "labels": doubled(40)}), "no arrays"),
     "a deep list": (b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", "no arrays|is corrupt"),
 }  # fmt: skip

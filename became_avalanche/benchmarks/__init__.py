@@ -1,1 +1,1 @@
-"""Streams of experiences."""
+"""Benchmarks: images as Avalanche streams."""

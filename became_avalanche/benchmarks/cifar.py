@@ -1,4 +1,4 @@
-"""CIFAR-100, cut into tasks as in the gradient projection papers."""
+"""CIFAR-100, split into tasks as in the gradient projection papers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from avalanche.benchmarks.scenarios import GenericCLScenario
 from torch import Tensor
 from torchvision.datasets import CIFAR100
 
-from became_avalanche.benchmarks.files import DOWNLOAD_AGAIN, Source, equal_classes, keeps, pickled_images
-from became_avalanche.benchmarks.tensors import StreamOptions, image_stream, normalise, refuse_uneven, tasks_of
+from became_avalanche.benchmarks.files import DOWNLOAD_AGAIN, Source, cached, equal_classes, pickled_images
+from became_avalanche.benchmarks.tensors import StreamOptions, check_n_tasks, image_stream, normalise, tasks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,7 +21,7 @@ NORMALISATION = {
     "gpm": {"mean": (125.3 / 255, 123.0 / 255, 113.9 / 255), "std": (63.0 / 255, 62.1 / 255, 66.7 / 255)},
     "nscl": {"mean": (0.507, 0.487, 0.441), "std": (0.267, 0.256, 0.276)},
 }
-"""Mean and standard deviation by protocol, as in the published codes. Those of ``gpm`` belong to CIFAR-10."""
+"""Mean and standard deviation by protocol, as in the published codes. The values of ``gpm`` are those of CIFAR-10."""
 
 SUPERCLASS_ORDERS = (
     tuple(range(20)),
@@ -36,16 +36,16 @@ SUPERCLASS_ORDERS = (
 def split_cifar100(
     n_tasks: int = 10, seed: int = 0, *, dataset_root: str | PathLike[str], **options: Unpack[StreamOptions]
 ) -> GenericCLScenario:
-    """CIFAR-100 in tasks of equally many classes in their natural order.
+    """Return CIFAR-100 in tasks with the same number of classes, in their natural order.
 
     Labels start from zero in each task.
 
     :param n_tasks: number of tasks: 10 or 20 in the papers, or another divisor of 100.
-    :param seed: which images are kept for validation.
+    :param seed: decides which images are used for validation.
     :param dataset_root: folder with ``cifar-100-python``, as torchvision keeps it. It is downloaded if it is missing.
     :param options: ``protocol``, ``task_order`` and ``device`` of ``image_stream``.
     """
-    refuse_uneven(n_tasks, 100, "CIFAR-100")
+    check_n_tasks(n_tasks, 100, "CIFAR-100")
     classes = torch.arange(100).reshape(n_tasks, -1)
     train, test = (tasks_of(part.images, part.fine, classes) for part in _both_parts(dataset_root))
     constants = NORMALISATION.get(options.get("protocol", "gpm"), NORMALISATION["gpm"])
@@ -60,23 +60,25 @@ def cifar100_superclass(
     reference: bool = False,
     **options: Unpack[StreamOptions],
 ) -> GenericCLScenario:
-    """CIFAR-100 in 20 tasks, one per superclass, with five classes each.
+    """Return CIFAR-100 in 20 tasks, one per superclass, with five classes each.
 
     Labels start from zero in each task. Pixels lie between 0 and 1, without normalisation.
 
     :param order: number of the published order of the superclasses, 0 to 4.
-    :param seed: which images are kept for validation.
+    :param seed: decides which images are used for validation.
     :param dataset_root: as for ``split_cifar100``.
-    :param reference: scramble the pixels as the published loaders do. They read the bytes, which hold one colour plane
-        after the other, as if each pixel's three colours came together.
-    :param options: ``protocol``, ``task_order`` (in place of ``order``) and ``device`` of ``image_stream``.
+    :param reference: scramble the pixels as the published loaders do. The files store the three colour planes of an
+        image one after the other, but these loaders read them as if the colours of each pixel were stored together.
+    :param options: ``protocol``, ``task_order`` (overrides ``order``) and ``device`` of ``image_stream``.
     """
     if order not in range(len(SUPERCLASS_ORDERS)):
         raise ValueError(f"order must be one of the published orders 0 to {len(SUPERCLASS_ORDERS) - 1}; got {order}")
     parts = _both_parts(dataset_root)
     pairs = sorted(set(zip(parts[0].coarse.tolist(), parts[0].fine.tolist(), strict=True)))
     if [superclass for superclass, _ in pairs] != [k // 5 for k in range(100)]:
-        raise ValueError(f"{dataset_root} does not hold CIFAR-100: it must have 20 superclasses of five classes each")
+        raise ValueError(
+            f"{dataset_root} does not contain CIFAR-100: it must have 20 superclasses of five classes each"
+        )
     classes = torch.tensor([label for _, label in pairs]).reshape(20, 5)
     train, test = (
         tasks_of(_scrambled(part.images) if reference else part.images, part.fine, classes) for part in parts
@@ -93,11 +95,11 @@ class _Part(NamedTuple):
 
 
 def _both_parts(dataset_root: str | PathLike[str]) -> tuple[_Part, _Part]:
-    return _kept(CIFAR_100.get(Path(dataset_root)))
+    return _load_cached(CIFAR_100.get(Path(dataset_root)))
 
 
-@keeps(1)
-def _kept(folder: Path) -> tuple[_Part, _Part]:
+@cached(1)
+def _load_cached(folder: Path) -> tuple[_Part, _Part]:
     return _load(folder)
 
 
@@ -109,14 +111,15 @@ def _part(path: Path, rows: int) -> _Part:
     images, fine, coarse = pickled_images(path, ("data", "fine_labels", "coarse_labels"))
     if images.shape != (rows, 3072) or not fine.shape == coarse.shape == (rows,):
         raise ValueError(
-            f"{path} is not a part of CIFAR-100: it has images of shape {images.shape} and {fine.size} labels, and "
-            f"{rows} rows of 3072 bytes are expected; {DOWNLOAD_AGAIN}"
+            f"{path} is not a file of CIFAR-100: it has images of shape {images.shape} and {fine.size} labels instead "
+            f"of {rows} rows of 3072 bytes; {DOWNLOAD_AGAIN}"
         )
     pixels = torch.from_numpy(images.copy()).reshape(-1, 3, 32, 32)
     return _Part(pixels, equal_classes(path, fine, 100, rows // 100), torch.tensor(coarse))
 
 
 def _scrambled(images: Tensor) -> Tensor:
+    """Return the bytes of each image, read as if the colours of each pixel were stored together."""
     return images.reshape(-1, 32, 32, 3).permute(0, 3, 1, 2)
 
 

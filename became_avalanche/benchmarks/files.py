@@ -1,6 +1,6 @@
-"""Data sets on disk. Missing ones are downloaded where possible. Files are opened without trusting their content.
+"""Read data sets from disk. Missing data sets are downloaded where possible. The content of files is not trusted.
 
-Loaders raise a FileNotFoundError for missing files and a ValueError for corrupt ones. Both say what to do.
+A missing data set raises a FileNotFoundError, an incomplete or corrupt one a ValueError. Both say what to do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from became_avalanche.files import open_file
 
 Array = NDArray[Any]
 
-DOWNLOAD_AGAIN = "delete it and download it again"
+DOWNLOAD_AGAIN = "delete the data set and download it again"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Source:
 
     name: str
     folder: str
-    """Subfolder in the folder of data sets."""
+    """Subfolder of the folder of data sets."""
     check: Callable[[Path], int]
     """Returns the number of training images in a folder. Raises a ValueError if the data set is incomplete."""
     origin: str
@@ -50,11 +50,11 @@ class Source:
     """Downloads the data set into a folder."""
 
     def place(self, root: Path) -> Path | None:
-        """The folder of the data set, or None if it does not exist."""
+        """Return the folder of the data set, or None if it does not exist."""
         return root / self.folder if (root / self.folder).is_dir() else None
 
     def get(self, root: Path) -> Path:
-        """The folder of the data set. Downloads it if it is missing."""
+        """Return the folder of the data set. Downloads the data set if it is missing."""
         if found := self.place(root):
             return found
         goal = root / self.folder
@@ -68,8 +68,8 @@ class Source:
         raise FileNotFoundError(f"{self.name} is missing{failure}; {self.advice(root)}")
 
     def advice(self, root: Path) -> str:
-        """What to do if it is missing."""
-        return f"get {self.origin}, so that {root / self.folder} is there"
+        """Return what to do if the data set is missing."""
+        return f"get {self.origin}, so that {root / self.folder} exists"
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -77,39 +77,39 @@ class Source:
 T = TypeVar("T")
 
 _LOADED: dict[str, dict[str, Any]] = {}
-"""Loader -> folder -> the images that it has read."""
+"""The images that have been read, by the name of the loader and by folder."""
 
 
-def keeps(n: int) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
-    """Decorate a loader so that it keeps the images of the last ``n`` folders in memory."""
+def cached(n: int) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
+    """Decorate a loader so that it caches the images of the last ``n`` folders in memory."""
 
     def decorate(load: Callable[[Path], T]) -> Callable[[Path], T]:
         name = f"{load.__module__}.{load.__qualname__}"
 
         @wraps(load)
-        def kept(folder: Path) -> T:
-            own = _LOADED.setdefault(name, {})
+        def load_cached(folder: Path) -> T:
+            cache = _LOADED.setdefault(name, {})
             place = str(folder.resolve())
-            if place not in own:
+            if place not in cache:
                 images = load(folder)
-                while len(own) >= n:
-                    del own[next(iter(own))]
-                own[place] = images
-            found: T = own[place]
+                while len(cache) >= n:
+                    del cache[next(iter(cache))]
+                cache[place] = images
+            found: T = cache[place]
             return found
 
-        return kept
+        return load_cached
 
     return decorate
 
 
 def loaded() -> dict[str, dict[str, Any]]:
-    """All images that this process has read, to be passed to ``share_loaded`` in another one."""
+    """Return all images that this process has read, to be passed to ``share_loaded`` in another process."""
     return _LOADED
 
 
 def forget_loaded() -> None:
-    """Free the memory of all images that were read."""
+    """Clear the cache of images."""
     _LOADED.clear()
 
 
@@ -122,11 +122,11 @@ def share_loaded(images: dict[str, dict[str, Any]]) -> None:
 
 
 class _Dtype:
-    """Stands for NumPy's class, whose state in a pickle could make numbers of a file into addresses of objects."""
+    """Replaces ``numpy.dtype``, whose pickled state could make NumPy read numbers of the file as memory addresses."""
 
     def __init__(self, name: Any, *options: Any) -> None:
         if not isinstance(name, str) or np.dtype(name).kind not in "biuf":
-            raise pickle.UnpicklingError(f"it has an array of {name}, and only numbers are allowed")
+            raise pickle.UnpicklingError(f"it has an array of {name}, but only numbers are allowed")
         self.dtype: np.dtype[Any] = np.dtype(name)
 
     def __setstate__(self, state: Any) -> None:
@@ -134,7 +134,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for an array until its values are known. ``numbers`` returns them."""
+    """Replaces a NumPy array. ``numbers`` returns its values."""
 
     def __init__(self, *empty: Any) -> None:
         self.values: Array = np.empty(0, np.uint8)
@@ -154,7 +154,7 @@ def _scalar(kind: _Dtype, content: Any) -> Any:
     return np.frombuffer(_bytes(content), kind.dtype)[0]
 
 
-_STAND_INS: dict[str, Any] = {
+_REPLACEMENTS: dict[str, Any] = {
     "_codecs.encode": _bytes,
     "numpy.dtype": _Dtype,
     "numpy.ndarray": "ndarray",
@@ -163,45 +163,51 @@ _STAND_INS: dict[str, Any] = {
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
 }
-"""What a pickle of plain values and arrays of numbers asks for, and what it gets."""
+"""The names that a pickle of plain values and arrays of numbers refers to, and what the unpickler uses instead."""
 
 
 def _check_numbering(pickled: Any) -> None:
-    """Raise an UnpicklingError if the pickle numbers its values with gaps, for which memory would be reserved."""
+    """Raise an UnpicklingError if the pickle gives a value a number that is too large.
+
+    The unpickler would reserve memory for all smaller numbers.
+    """
     for n, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
         if opcode.name.endswith("PUT") and int(argument or 0) > n:
-            raise pickle.UnpicklingError(f"it calls a value number {argument}, and has fewer")
+            raise pickle.UnpicklingError(f"it gives a value the number {argument}, but has fewer values")
 
 
-_UNSOUND = (
+_UNPICKLING_ERRORS = (
     *(pickle.UnpicklingError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError),
     *(OverflowError, MemoryError, RecursionError),
 )
-"""Errors that unpickling a corrupt file, or one that is not a pickle, may raise."""
+"""Errors that may be raised when a file is unpickled that is corrupt or not a pickle."""
 
 
 class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _STAND_INS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values and arrays are allowed")
-        return _STAND_INS[f"{module}.{name}"]
+        if f"{module}.{name}" not in _REPLACEMENTS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, but only plain values and arrays are allowed")
+        return _REPLACEMENTS[f"{module}.{name}"]
 
 
 def load_pickle(path: Path) -> Any:
-    """Plain values and arrays (for ``numbers``) from a pickle; a ValueError if it is damaged or has anything else."""
+    """Return the content of a pickle: plain values, and arrays that ``numbers`` can read.
+
+    Raises a ValueError if the file is corrupt or contains anything else.
+    """
     try:
         with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             _check_numbering(content)
             content.seek(0)
             return _ArraysOnly(content, encoding="latin1").load()
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, and other files of the data set are there; {DOWNLOAD_AGAIN}") from None
-    except _UNSOUND as error:
+        raise ValueError(f"{path} is missing, but other files of the data set exist; {DOWNLOAD_AGAIN}") from None
+    except _UNPICKLING_ERRORS as error:
         raise ValueError(f"{path} is corrupt: {str(error) or 'it ends too early'}; {DOWNLOAD_AGAIN}") from error
 
 
 def numbers(values: Any) -> Array:
-    """An array, or a list of whole numbers as one; a TypeError for anything else, such as lists of lists of lists."""
+    """Return the values of an array or of a list of integers. Raises a TypeError for anything else."""
     if isinstance(values, _Array):
         return values.values
     if isinstance(values, list) and all(isinstance(value, int | np.integer) for value in values):
@@ -210,7 +216,7 @@ def numbers(values: Any) -> Array:
 
 
 def pickled_images(path: Path, keys: tuple[str, ...]) -> tuple[Array, ...]:
-    """Read the arrays with these keys from a pickle. The first one must hold images as bytes."""
+    """Read the arrays with these keys from a pickle. The first array must contain images as bytes."""
     content = load_pickle(path)
     try:
         arrays = tuple(numbers(content[key]) for key in keys)
@@ -238,7 +244,7 @@ def equal_classes(path: Path, labels: Array, classes: int, per_class: int) -> Te
 # ---------------------------------------------------------------------------------------------------------- idx files
 
 IDX_LIMIT = 2**30
-"""No file of this kind has more bytes; a compressed one could unpack to any number."""
+"""Maximum number of bytes. A compressed file could unpack to any size."""
 
 
 def load_idx(folder: Path, name: str) -> Tensor:
@@ -274,22 +280,20 @@ def image_files(folder: Path) -> list[Path]:
         return sorted(Path(entry) for entry in entries if Path(entry).suffix.lower() in IMAGES and entry.is_file())
 
 
-def refuse_unequal(folder: Path, counts: Sequence[int], classes: int, tolerance: float = 0.0) -> None:
-    """Raise a ValueError unless there are ``classes`` classes with equally many images.
+def check_equal_sizes(folder: Path, counts: Sequence[int], classes: int, tolerance: float = 0.0) -> None:
+    """Raise a ValueError unless there are ``classes`` classes with the same number of images.
 
     Anything else means that the data set was not unpacked completely.
 
-    :param tolerance: how much smaller than the largest class a class may be, as a fraction.
+    :param tolerance: the fraction by which a class may be smaller than the largest one.
     """
     if len(counts) != classes or not min(counts) or min(counts) < (1 - tolerance) * max(counts):
         found = f"{len(counts)} classes" + (f" of {min(counts)} to {max(counts)} images" if counts else "")
-        raise ValueError(
-            f"{folder} is incomplete: it has {found}, and {classes} of equal size are expected; {DOWNLOAD_AGAIN}"
-        )
+        raise ValueError(f"{folder} is incomplete: it has {found} instead of {classes} of equal size; {DOWNLOAD_AGAIN}")
 
 
 PIXELS_LIMIT = 2**26
-"""No image of a data set is larger; a compressed one could unpack to any size."""
+"""Maximum number of pixels of an image. A compressed image could unpack to any size."""
 
 
 def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
@@ -300,14 +304,14 @@ def decode(paths: Sequence[Path], size: int, mode: str, name: str) -> Tensor:
 
     def one(path: Path) -> Tensor:
         try:
-            with Image.open(path, formats=("JPEG", "PNG")) as file:  # others run programs: EPS does
+            with Image.open(path, formats=("JPEG", "PNG")) as file:  # other formats, such as EPS, run programs
                 if file.width * file.height > PIXELS_LIMIT:
                     raise ValueError(f"it has {file.width} x {file.height} pixels")
                 image = file.convert(mode)
             if image.size != (size, size):
                 image = image.resize((size, size), Image.Resampling.BILINEAR)
             return torch.from_numpy(np.array(image)).reshape(size, size, -1).permute(2, 0, 1)
-        except Exception as error:  # a decoder may raise anything on a damaged file
+        except Exception as error:  # a decoder may raise anything on a corrupt file
             raise ValueError(f"{path} cannot be decoded as an image: {error}; {DOWNLOAD_AGAIN}") from error
 
     images = torch.empty(len(paths), len(mode), size, size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""TinyImageNet and miniImageNet, cut into tasks as in the gradient projection papers."""
+"""TinyImageNet and miniImageNet, split into tasks as in the gradient projection papers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from became_avalanche.benchmarks.files import (
     DOWNLOAD_AGAIN,
     Array,
     Source,
+    cached,
+    check_equal_sizes,
     decode,
     equal_classes,
     image_files,
-    keeps,
     load_pickle,
     numbers,
     pickled_images,
-    refuse_unequal,
 )
 from became_avalanche.benchmarks.tensors import (
     Images,
     StreamOptions,
+    check_n_tasks,
     image_stream,
     normalise,
-    refuse_uneven,
     tasks_of,
 )
 
@@ -43,17 +43,18 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def split_tinyimagenet(
     n_tasks: int = 25, seed: int = 0, *, dataset_root: str | PathLike[str], **options: Unpack[StreamOptions]
 ) -> GenericCLScenario:
-    """TinyImageNet (200 classes, 64 x 64 pixels) in tasks of equally many classes, in the order of their WordNet names.
+    """Return TinyImageNet (200 classes, 64 x 64 pixels) in tasks with the same number of classes.
 
-    Labels start from zero in each task. The ``test`` stream has the official validation images, whose labels are
-    public. Copies with fewer images work if all classes have equally many.
+    Classes are in the order of their WordNet names. Labels start from zero in each task. The ``test`` stream has the
+    official validation images, because the labels of the official test images are not public. Copies with fewer images
+    work if all classes have the same number of images.
 
     :param n_tasks: number of tasks: 25 in the papers, or another divisor of 200.
-    :param seed: which images are kept for validation.
+    :param seed: decides which images are used for validation.
     :param dataset_root: folder with ``tiny-imagenet-200``. It is downloaded if it is missing.
     :param options: ``protocol``, ``task_order`` and ``device`` of ``image_stream``.
     """
-    refuse_uneven(n_tasks, 200, "TinyImageNet")
+    check_n_tasks(n_tasks, 200, "TinyImageNet")
     parts = _tiny(TINY_IMAGENET.get(Path(dataset_root)))
     train, test = (tasks_of(*part, torch.arange(200).reshape(n_tasks, -1)) for part in parts)
     return image_stream(train, test, [normalise(MEAN, STD)] * n_tasks, seed, **options)
@@ -62,18 +63,18 @@ def split_tinyimagenet(
 def split_miniimagenet(
     n_tasks: int = 20, seed: int = 0, *, dataset_root: str | PathLike[str], **options: Unpack[StreamOptions]
 ) -> GenericCLScenario:
-    """MiniImageNet (100 classes, 84 x 84 pixels) in tasks of equally many classes in random order.
+    """Return miniImageNet (100 classes, 84 x 84 pixels) in tasks with the same number of classes, in random order.
 
     Each class has 500 training and 100 test images. Labels start from zero in each task.
 
     :param n_tasks: number of tasks: 20 in the papers, or another divisor of 100.
-    :param seed: the order of the classes, as in the published codes, and which images are kept for validation.
+    :param seed: decides the order of the classes, as in the published codes, and which images are used for validation.
     :param dataset_root: folder with ``miniimagenet``, which holds ``train.pkl`` and ``test.pkl`` with ``images`` and
         ``labels``; or ``mini-imagenet-cache-train.pkl``, ``-val.pkl`` and ``-test.pkl`` with ``image_data`` and
         ``class_dict``; or a folder of images for each class, directly or in ``train``, ``val`` and ``test``.
     :param options: ``protocol``, ``task_order`` and ``device`` of ``image_stream``.
     """
-    refuse_uneven(n_tasks, 100, "miniImageNet")
+    check_n_tasks(n_tasks, 100, "miniImageNet")
     parts = _mini(MINI_IMAGENET.get(Path(dataset_root)))
     classes = torch.from_numpy(np.random.RandomState(seed).permutation(100)).reshape(n_tasks, -1)
     train, test = (tasks_of(*part, classes) for part in parts)
@@ -87,7 +88,7 @@ Files = list[list[Path]]
 
 
 def _tiny_files(folder: Path) -> tuple[Files, Files]:
-    """Training and test images, classes in the order of their names."""
+    """Return the training and the test images, with classes in the order of their names."""
     try:
         names = sorted((folder / "wnids.txt").read_text().split())
         train = [image_files(folder / "train" / name / "images") for name in names]
@@ -97,12 +98,12 @@ def _tiny_files(folder: Path) -> tuple[Files, Files]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{folder} is corrupt: its tables are not text ({error}); {DOWNLOAD_AGAIN}") from error
     for part, files in (("train", train), ("val", test)):
-        refuse_unequal(folder / part, [len(own) for own in files], 200)
+        check_equal_sizes(folder / part, [len(paths) for paths in files], 200)
     return train, test
 
 
 def _tiny_test(folder: Path, names: list[str]) -> Files:
-    """Validation images, either in one folder with a table of their classes (as published) or in a folder per class."""
+    """Return the validation images: from one folder with a table of classes, as published, or a folder per class."""
     table = folder / "val_annotations.txt"
     if not table.exists():
         return [image_files(folder / name) for name in names]
@@ -112,20 +113,20 @@ def _tiny_test(folder: Path, names: list[str]) -> Files:
         file, name, *_ = [*line.split("\t"), ""]
         path = folder / "images" / file
         if path not in present or name not in files:
-            raise ValueError(f"{folder} is incomplete: its table lists {line!r}, which is missing; {DOWNLOAD_AGAIN}")
+            raise ValueError(f"{folder} is incomplete: {table.name} lists {line!r}, which is missing; {DOWNLOAD_AGAIN}")
         files[name].append(path)
     return list(files.values())
 
 
-@keeps(1)
+@cached(1)
 def _tiny(folder: Path) -> tuple[Images, Images]:
     train, test = _tiny_files(folder)
     return _decoded(train, 64, "TinyImageNet"), _decoded(test, 64, "TinyImageNet")
 
 
 def _decoded(files: Files, size: int, name: str) -> Images:
-    labels = torch.arange(len(files)).repeat_interleave(torch.tensor([len(own) for own in files]))
-    return decode([path for own in files for path in own], size, "RGB", name), labels
+    labels = torch.arange(len(files)).repeat_interleave(torch.tensor([len(paths) for paths in files]))
+    return decode([path for paths in files for path in paths], size, "RGB", name), labels
 
 
 TINY_IMAGENET = Source(
@@ -139,11 +140,12 @@ TINY_IMAGENET = Source(
 # -------------------------------------------------------------------------------------------------------- miniImageNet
 
 PER_CLASS = 600
+"""Images per class."""
 TRAINED = 500
 """Training images per class. The others are test images."""
 
 
-@keeps(1)
+@cached(1)
 def _mini(folder: Path) -> tuple[Images, Images]:
     if (folder / "train.pkl").exists() or (folder / "test.pkl").exists():
         return _mini_part(folder / "train.pkl", TRAINED), _mini_part(folder / "test.pkl", PER_CLASS - TRAINED)
@@ -167,19 +169,19 @@ def _mini_part(path: Path, per_class: int) -> Images:
 
 
 def _mini_cache(folder: Path) -> Images:
-    """Pickles of disjoint classes, made for few-shot learning."""
+    """Read the three pickles for few-shot learning, each with other classes."""
     images, names = [], []
     for part in ("train", "val", "test"):
         path = folder / f"mini-imagenet-cache-{part}.pkl"
         (pixels,) = pickled_images(path, ("image_data",))
         images.append(_mini_images(path, pixels))
-        own = np.full(len(pixels), "", dtype=object)
+        class_names = np.full(len(pixels), "", dtype=object)
         try:
             for name, rows in load_pickle(path)["class_dict"].items():
-                own[numbers(rows)] = str(name)
+                class_names[numbers(rows)] = str(name)
         except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is not the expected file: bad class_dict ({error}); {DOWNLOAD_AGAIN}") from error
-        names.append(own)
+        names.append(class_names)
     labels = np.unique(np.concatenate(names).astype(str), return_inverse=True)[1]
     return torch.cat(images), equal_classes(folder, labels, 100, PER_CLASS)
 
@@ -187,19 +189,20 @@ def _mini_cache(folder: Path) -> Images:
 def _mini_images(path: Path, images: Array) -> Tensor:
     if images.shape[1:] != (84, 84, 3):
         raise ValueError(
-            f"{path} is not miniImageNet: its images are {images.shape[1:]}, not (84, 84, 3); {DOWNLOAD_AGAIN}"
+            f"{path} is not a file of miniImageNet: its images have the shape {images.shape[1:]} instead of "
+            f"(84, 84, 3); {DOWNLOAD_AGAIN}"
         )
     return torch.from_numpy(images.copy()).permute(0, 3, 1, 2)
 
 
 def _mini_files(folder: Path) -> Files:
     parts = [folder / part for part in ("train", "val", "test") if (folder / part).is_dir()] or [folder]
-    classes = sorted((own for part in parts for own in part.iterdir() if own.is_dir()), key=lambda own: own.name)
-    files = [image_files(own) for own in classes]
-    refuse_unequal(folder, [len(own) for own in files], 100)
+    folders = (entry for part in parts for entry in part.iterdir() if entry.is_dir())
+    files = [image_files(entry) for entry in sorted(folders, key=lambda entry: entry.name)]
+    check_equal_sizes(folder, [len(paths) for paths in files], 100)
     if len(files[0]) != PER_CLASS:
         raise ValueError(
-            f"{folder} is incomplete: its classes have {len(files[0])} images, not {PER_CLASS}; {DOWNLOAD_AGAIN}"
+            f"{folder} is incomplete: its classes have {len(files[0])} images instead of {PER_CLASS}; {DOWNLOAD_AGAIN}"
         )
     return files
 

@@ -1,4 +1,4 @@
-"""Streams whose order of tasks changes with the seed, as in the paper's tables."""
+"""Benchmarks whose order of tasks depends on the seed, as in the paper's tables."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from became_avalanche.benchmarks.five import MEMBERS, five_datasets
 def cifar100_superclass_in_turn(
     seed: int = 0, *, dataset_root: str | PathLike[str], **options: Any
 ) -> GenericCLScenario:
-    """CIFAR-100 by superclass in one of the five published orders, chosen by the seed.
+    """Return CIFAR-100 by superclass, in one of the five published orders.
 
-    :param seed: the order is ``seed`` modulo 5; also which images are kept for validation.
+    :param seed: decides the order, which is number ``seed`` modulo 5, and which images are used for validation.
     :param dataset_root: folder of data sets.
-    :param options: those of ``cifar100_superclass``.
+    :param options: further options of ``cifar100_superclass``.
     """
     return cifar100_superclass(seed % len(SUPERCLASS_ORDERS), seed, dataset_root=dataset_root, **options)
 
 
 def five_datasets_in_turn(seed: int = 0, *, dataset_root: str | PathLike[str], **options: Any) -> GenericCLScenario:
-    """5-Datasets in the order of the GPM paper for seed 0, and in a random order for every other seed.
+    """Return 5-Datasets in the order of the GPM paper for seed 0, and in a random order for every other seed.
 
-    The paper does not say which orders it uses.
+    The BECAME paper does not say which orders it uses.
 
-    :param seed: the order; also which images are kept for validation.
+    :param seed: decides the order, and which images are used for validation.
     :param dataset_root: folder of data sets.
-    :param options: those of ``five_datasets``.
+    :param options: further options of ``five_datasets``.
     """
     order = np.arange(5) if seed == 0 else np.random.RandomState(seed).permutation(5)
     return five_datasets([list(MEMBERS)[k] for k in order], seed, dataset_root=dataset_root, **options)

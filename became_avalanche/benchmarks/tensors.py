@@ -1,8 +1,9 @@
-"""Images in memory as an Avalanche stream, fetched a batch at a time.
+"""Images in memory as Avalanche streams, fetched a batch at a time.
 
-Avalanche fetches samples one by one, through several layers of data sets, and stacks them. Here a sample is a ``Row``,
-which knows where it is and is read only if somebody looks at it; what puts rows together to a batch (``collate_fn``)
-fetches them all at once. Loaders, subsets, concatenations, replay buffers and transforms of Avalanche work as ever.
+Avalanche fetches samples one by one, through several nested data sets, and stacks them. Here a data set returns a
+``Row`` for each index. A row only refers to its sample and reads it when it is accessed. ``collate``, the
+``collate_fn`` of the data set, reads all rows of a batch at once. Avalanche's loaders, subsets, concatenations, replay
+buffers and transforms work as usual.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 Images = tuple[Tensor, Tensor]
-"""Images (n, channels, height, width), most often as bytes, and labels."""
+"""Images (n, channels, height, width), usually as bytes, and labels."""
 
 Transform = Callable[[Tensor], Tensor]
-"""Of a batch."""
+"""Transforms a batch of images."""
 
 
 class ImageTensor(Dataset[tuple[Tensor, int]]):
-    """Images of one task, with what turns a batch of them into the network's input."""
+    """Images of one task, with the transforms that turn a batch of them into the network's input."""
 
     def __init__(self, images: Images, transform: Transform, augment: Transform | None = None) -> None:
         """Init.
 
         :param images: images and labels.
-        :param transform: stored images to floats.
-        :param augment: stored images to such images, only in training.
+        :param transform: turns stored images into floats.
+        :param augment: changes stored images before ``transform``, only in training.
         """
         self.images, self.targets = images
         self.transform, self.augment = transform, augment
@@ -44,7 +45,7 @@ class ImageTensor(Dataset[tuple[Tensor, int]]):
         return len(self.targets)
 
     def batch(self, rows: Tensor, training: bool) -> Tensor:
-        """The network's input for the images with these numbers."""
+        """Return the network's input for the images in these rows."""
         images = self.images[rows]
         if training and self.augment is not None:
             images = self.augment(images)
@@ -55,7 +56,7 @@ class ImageTensor(Dataset[tuple[Tensor, int]]):
 
 
 class Row(Sequence[Any]):
-    """A sample that is not read yet: image, label, task label, as soon as somebody looks."""
+    """A sample (image, label, task label) that is read only when one of its items is accessed."""
 
     __slots__ = ("dataset", "number")
 
@@ -77,84 +78,89 @@ class Row(Sequence[Any]):
 
 
 class ImageTask(TaskAwareSupervisedClassificationDataset[Any]):
-    """An Avalanche data set of ``ImageTensor``s, or of parts of them, whose batches are fetched at once."""
+    """An Avalanche data set made of ``ImageTensor``s or parts of them, which fetches whole batches at once."""
 
-    _where: _Where | None = None
+    _sample_index: _SampleIndex | None = None
 
     def __getitem__(self, index: Any) -> Any:
-        where = self._where  # called for every sample of a batch, so without the detour over the property
-        if where is None or where.of is not self._flat_data:
-            where = self.where
-        if not where.plain or isinstance(index, slice):
+        samples = self._sample_index  # called for every sample of a batch, so the property is avoided
+        if samples is None or samples.flat_data is not self._flat_data:
+            samples = self.sample_index
+        if not samples.complete or isinstance(index, slice):
             return super().__getitem__(index)
         return Row(self, index)
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        if self.where.plain:
+        if self.sample_index.complete:
             return [Row(self, index) for index in indices]
         return [self[index] for index in indices]
 
     @property
-    def where(self) -> _Where:
-        """Where the samples are."""
-        if self._where is None or self._where.of is not self._flat_data:
-            self._where = _Where(self._flat_data)
-        return self._where
+    def sample_index(self) -> _SampleIndex:
+        """Where each sample is stored. The index is built again when the flattened data have been replaced."""
+        if self._sample_index is None or self._sample_index.flat_data is not self._flat_data:
+            self._sample_index = _SampleIndex(self._flat_data)
+        return self._sample_index
 
     def batch(self, indices: list[int]) -> list[Tensor]:
-        """Images, labels, and what else Avalanche adds to a sample: by default the task label."""
+        """Return images, labels, and what else Avalanche adds to a sample: by default the task label."""
         chosen = torch.tensor(indices)
-        x = self.where.images(chosen, self._flat_data._transform_groups.current_group == "train")
+        x = self.sample_index.images(chosen, self._flat_data._transform_groups.current_group == "train")
         extra = [attribute for attribute in self._data_attributes.values() if attribute.use_in_getitem]
-        return [x, self.where.labels[chosen], *(self.where.extra(attribute)[chosen] for attribute in extra)]
+        return [
+            x,
+            self.sample_index.labels[chosen],
+            *(self.sample_index.extra(attribute)[chosen] for attribute in extra),
+        ]
 
 
-class _Where:
-    """In which tensor, and where in it, each sample of a data set is."""
+class _SampleIndex:
+    """Index of Avalanche's flattened data: for each sample, the ``ImageTensor`` that stores it, and its row there."""
 
     def __init__(self, flat_data: Any) -> None:
-        self.of = flat_data
+        self.flat_data = flat_data
         self.tensors: list[ImageTensor] = []
-        self.plain = True
+        self.complete = True
+        """Whether all samples are in ``tensors`` and no transform was added. Otherwise Avalanche has to read them."""
         self._extra: dict[str, tuple[DataAttribute[Any], Tensor]] = {}
-        places = self._places(flat_data)
-        self.plain = self.plain and bool(self.tensors)
-        if self.plain:
-            self.which, self.rows = places.unbind(1)
-            self.labels = torch.empty(len(places), dtype=torch.long, device=self.tensors[0].targets.device)
+        locations = self._locate(flat_data)
+        self.complete = self.complete and bool(self.tensors)
+        if self.complete:
+            self.tensor_numbers, self.rows = locations.unbind(1)
+            self.labels = torch.empty(len(locations), dtype=torch.long, device=self.tensors[0].targets.device)
             for k, tensor in enumerate(self.tensors):
-                mine = self.which == k
-                self.labels[mine] = tensor.targets[self.rows[mine]]
+                inside = self.tensor_numbers == k
+                self.labels[inside] = tensor.targets[self.rows[inside]]
 
-    def _places(self, data: Any) -> Tensor:
-        """One line per sample: number of the tensor, number of the row."""
+    def _locate(self, data: Any) -> Tensor:
+        """Return one line per sample of ``data``: the number of its tensor, and its row in the tensor."""
         if isinstance(data, ImageTensor):
             self.tensors.append(data)
             rows = torch.arange(len(data))
             return torch.stack([torch.full_like(rows, len(self.tensors) - 1), rows], dim=1)
         if not isinstance(data, FlatData) or not _without_transforms(data):
-            self.plain = False
+            self.complete = False
             return torch.empty(0, 2)
-        places = torch.cat([self._places(part) for part in data._datasets])
-        if data._indices is None or not self.plain:
-            return places
-        return places[torch.tensor(data._indices, dtype=torch.long)]
+        locations = torch.cat([self._locate(part) for part in data._datasets])
+        if data._indices is None or not self.complete:
+            return locations
+        return locations[torch.tensor(data._indices, dtype=torch.long)]
 
     def extra(self, attribute: DataAttribute[Any]) -> Tensor:
-        """All values of an attribute of the samples."""
+        """Return the values of a data attribute for all samples."""
         known = self._extra.get(attribute.name)
         if known is None or known[0] is not attribute:
             known = self._extra[attribute.name] = (attribute, default_collate(list(attribute)))
         return known[1]
 
     def images(self, chosen: Tensor, training: bool) -> Tensor:
-        """The network's input for the samples with these numbers."""
+        """Return the network's input for the samples with these indices."""
         if len(self.tensors) == 1:
             return self.tensors[0].batch(self.rows[chosen], training)
-        which, rows = self.which[chosen], self.rows[chosen]
-        sources: list[int] = sorted(set(which.tolist()))
-        parts = [self.tensors[k].batch(rows[which == k], training) for k in sources]
-        order = torch.cat([(which == k).nonzero()[:, 0] for k in sources])
+        numbers, rows = self.tensor_numbers[chosen], self.rows[chosen]
+        present: list[int] = sorted(set(numbers.tolist()))
+        parts = [self.tensors[k].batch(rows[numbers == k], training) for k in present]
+        order = torch.cat([(numbers == k).nonzero()[:, 0] for k in present])
         return torch.cat(parts)[order.argsort()]
 
 
@@ -164,7 +170,7 @@ def _without_transforms(data: Any) -> bool:
 
 
 def collate(batch: list[Any]) -> list[Tensor]:
-    """Rows of one data set or of several (replay) to a batch; anything else as torch does."""
+    """Collate rows of one data set, or of several as in replay, to a batch. Other samples are collated by torch."""
     first = batch[0]
     if not isinstance(first, Row):
         return list(default_collate(batch))
@@ -184,13 +190,13 @@ def benchmark_of(
     *,
     task_labels: bool = True,
 ) -> GenericCLScenario:
-    """An Avalanche benchmark with a task label for each task, and a stream ``valid`` if there is any.
+    """Return an Avalanche benchmark with the streams ``train``, ``test`` and, unless it is empty, ``valid``.
 
-    :param train: images and labels of each task; likewise the others.
-    :param transforms: stored images to floats, for each task.
-    :param augment: stored images to such images, on the training stream while it is trained on. A transform group
-        that a user adds takes its place.
-    :param task_labels: whether tasks have labels of their own; otherwise all have the label 0.
+    :param train: images and labels of each task; likewise ``valid`` and ``test``.
+    :param transforms: for each task, the function that turns stored images into floats.
+    :param augment: changes stored images of the training stream before the transform, in training only. If a user adds
+        a transform group, it replaces ``augment``.
+    :param task_labels: give each task a separate task label. If False, all tasks have the label 0.
     """
 
     def task(images: Images, t: int, training: bool) -> ImageTask:
@@ -213,7 +219,7 @@ def benchmark_of(
 
 
 class StreamOptions(TypedDict, total=False):
-    """Options that all streams of images have; see ``image_stream``."""
+    """The options that all benchmarks of images share; see ``image_stream``."""
 
     protocol: Literal["gpm", "nscl"]
     task_order: Sequence[int] | None
@@ -230,23 +236,36 @@ def image_stream(
     task_order: Sequence[int] | None = None,
     device: str | torch.device = "cpu",
 ) -> GenericCLScenario:
-    """A benchmark by one of the two protocols of the paper.
+    """Return a task-incremental benchmark of images, in one of the two protocols of the paper.
 
-    :param train: images and labels of each task; likewise ``test``.
-    :param transforms: bytes to floats, for each task.
-    :param seed: which images are kept for validation.
-    :param protocol: ``gpm``, with a random twentieth of each task's training images in a ``valid`` stream and no
-        augmentation, or ``nscl``, with all of them in training, randomly cropped (padding 4) and flipped, and
-        no ``valid`` stream.
-    :param task_order: the tasks by number, in the order in which they come, if not in their natural order.
-    :param device: where the images are kept, and made into batches. On a GPU, train and evaluate with
+    >>> import torch
+    >>> from became_avalanche import image_stream
+    >>> def task(n):
+    ...     return torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8), torch.arange(n) % 2
+    >>> train, test = [task(40), task(60)], [task(10), task(10)]
+    >>> benchmark = image_stream(train, test, transforms=[lambda images: images / 255] * 2)
+    >>> for name in ("train", "valid", "test"):
+    ...     print(name, [len(experience.dataset) for experience in benchmark.streams[name]])
+    train [38, 57]
+    valid [2, 3]
+    test [10, 10]
+
+    :param train: images as bytes (n, channels, height, width) and labels, for each task; likewise ``test``.
+    :param transforms: for each task, the function that turns a batch of bytes into floats.
+    :param seed: decides which images are used for validation.
+    :param protocol: ``gpm`` puts a random twentieth of each task's training images into a ``valid`` stream and does not
+        augment images. ``nscl`` trains on all images, randomly cropped (padding 4) and flipped, and has no ``valid``
+        stream.
+    :param task_order: the numbers of the tasks in the order of training. Some tasks may be left out (default: all, in
+        the order of ``train``).
+    :param device: the device on which images are stored and batches are made. For a GPU, train and evaluate with
         ``pin_memory=False``.
     """
     if protocol not in ("gpm", "nscl"):
         raise ValueError(f"protocol must be 'gpm' or 'nscl'; got {protocol!r}")
     order = list(range(len(train))) if task_order is None else list(task_order)
     if len(set(order)) != len(order) or not set(order) <= set(range(len(train))) or not order:
-        raise ValueError(f"task_order must name tasks from 0 to {len(train) - 1}, each once at most; got {task_order}")
+        raise ValueError(f"task_order must name tasks from 0 to {len(train) - 1}, each at most once; got {task_order}")
     valid: Sequence[Images] = []
     if protocol == "gpm":
         train, valid = split_off_validation(train, seed)
@@ -259,22 +278,25 @@ def image_stream(
 
 
 def tasks_of(images: Tensor, labels: Tensor, classes: Tensor) -> list[Images]:
-    """Images and labels of each task, given its classes, a row per task: the first class of the row has label 0."""
+    """Return the images and labels of each task.
+
+    :param classes: the classes of each task, one row per task. The first class of a row gets the label 0, and so on.
+    """
     tasks = []
-    for own in classes:
-        chosen = torch.isin(labels, own)
-        tasks.append((images[chosen], (labels[chosen].unsqueeze(1) == own).int().argmax(1)))
+    for row in classes:
+        chosen = torch.isin(labels, row)
+        tasks.append((images[chosen], (labels[chosen].unsqueeze(1) == row).int().argmax(1)))
     return tasks
 
 
-def refuse_uneven(n_tasks: int, classes: int, name: str) -> None:
-    """Raise a ValueError if so many tasks cannot have equally many classes."""
+def check_n_tasks(n_tasks: int, classes: int, name: str) -> None:
+    """Raise a ValueError unless ``n_tasks`` divides the number of classes."""
     if n_tasks < 1 or classes % n_tasks:
         raise ValueError(f"n_tasks must divide the {classes} classes of {name}; got {n_tasks}")
 
 
 def crop_and_flip(images: Tensor, padding: int = 4) -> Tensor:
-    """Each image of a batch moved by up to ``padding`` pixels, zeros where it is not, and half of them mirrored."""
+    """Shift each image of a batch by up to ``padding`` pixels, fill with zeros, and mirror it with probability 1/2."""
     n, _, height, width = images.shape
     device = images.device
     padded = F.pad(images, [padding] * 4)
@@ -287,7 +309,7 @@ def crop_and_flip(images: Tensor, padding: int = 4) -> Tensor:
 
 
 def split_off_validation(tasks: Sequence[Images], seed: int, part: float = 0.05) -> tuple[list[Images], list[Images]]:
-    """The tasks with a random part of each left out, and these parts."""
+    """Split off a random part of each task. Return the rest of each task, and the parts."""
     generator = torch.Generator().manual_seed(seed)
     train, valid = [], []
     for x, y in tasks:
@@ -299,7 +321,10 @@ def split_off_validation(tasks: Sequence[Images], seed: int, part: float = 0.05)
 
 
 def normalise(mean: Sequence[float], std: Sequence[float]) -> Transform:
-    """Bytes to floats of a given mean and standard deviation per channel, where 255 is 1. Grey becomes all channels."""
+    """Return a transform that divides bytes by 255, subtracts ``mean`` and divides by ``std``, per channel.
+
+    A grey image becomes an image with as many channels as ``mean`` has.
+    """
     shift, scale = (torch.tensor(values).reshape(-1, 1, 1) for values in (mean, std))
 
     def transform(images: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from tests.helpers import batch_of
 
 
 def write_cifar(root, superclass=lambda labels: labels * 7 % 20, fine=lambda labels: labels):
-    """CIFAR-100's own files, with images that tell their number and label: pixel 0 the label, pixels 1 and 2 where."""
+    """Write files like those of CIFAR-100. The first pixel of an image is its label, the next two are its number."""
     folder = root / "cifar-100-python"
     folder.mkdir(parents=True)
     for part, size in (("train", 50000), ("test", 10000)):
@@ -32,7 +32,7 @@ def root(tmp_path_factory):
 
 
 def pixels(experience):
-    """What the bytes were."""
+    """Return the stored bytes of the images, and their labels."""
     x, y = batch_of(experience)
     mean, std = (torch.tensor(v).reshape(3, 1, 1) for v in cifar.NORMALISATION["gpm"].values())
     return ((x * std + mean) * 255).round().long().flatten(1), y
@@ -135,7 +135,7 @@ def test_data_that_are_not_there(tmp_path, monkeypatch):
         raise RuntimeError("no network")
 
     monkeypatch.setattr(cifar, "CIFAR100", type("CIFAR100", (), {"__init__": offline, "url": "https://example.org"}))
-    message = r"missing and could not be downloaded \(no network\).*unpack it, so that .*cifar-100-python is there"
+    message = r"missing and could not be downloaded \(no network\).*unpack it, so that .*cifar-100-python exists"
     with pytest.raises(FileNotFoundError, match=message):
         split_cifar100(dataset_root=tmp_path)
     with pytest.raises(ValueError, match="n_tasks must divide the 100 classes of CIFAR-100; got 7"):

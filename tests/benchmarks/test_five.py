@@ -188,23 +188,23 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
 @pytest.mark.parametrize(
     ("name", "file", "content", "message"),
     [
-        ("cifar10", "cifar-10-batches-py/data_batch_3", None, "data_batch_3 is missing, and other"),
+        ("cifar10", "cifar-10-batches-py/data_batch_3", None, "data_batch_3 is missing, but other"),
         ("cifar10", "cifar-10-batches-py/data_batch_3", half, "is corrupt"),
         ("cifar10", "cifar-10-batches-py/test_batch", gzip.compress(b"a", mtime=0), "is corrupt"),
         (
             "cifar10",
             "cifar-10-batches-py/test_batch",
             changed(data=np.zeros((100, 9), np.uint8)),
-            "not a part of CIFAR-10",
+            "not a file of CIFAR-10",
         ),
-        ("cifar10", "cifar-10-batches-py/test_batch", changed(labels=[0] * 100), "must have the labels 0 to 9"),
+        ("cifar10", "cifar-10-batches-py/test_batch", changed(labels=[0] * 100), "its labels are not 0 to 9"),
         ("mnist", IMAGES, None, "train-images-idx3-ubyte is missing, with and without .gz"),
         ("mnist", IMAGES, half, "not a readable idx file"),
         ("mnist", IMAGES, b"a web page", "not a readable idx file"),
         ("mnist", IMAGES, gzip.compress(b"no", mtime=0), "not a readable idx file"),
         ("mnist", IMAGES, gzip.compress(struct.pack(">HBBI", 0, 8, 1, 9), mtime=0), "an incomplete idx file"),
         ("mnist", IMAGES, gzip.compress(idx(numbered(100, (28, 28))), mtime=0), "100 images and 600 labels"),
-        ("mnist", IMAGES, gzip.compress(idx(numbered(600, (20, 20))), mtime=0), r"\(20, 20\), not \(28, 28\)"),
+        ("mnist", IMAGES, gzip.compress(idx(numbered(600, (20, 20))), mtime=0), r"\(20, 20\) instead of \(28, 28\)"),
         ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte", half, "an incomplete idx file"),
         ("svhn", SVHN, None, "test_32x32.mat is missing"),
         ("svhn", SVHN, half, "not a readable file of SVHN"),
@@ -212,7 +212,7 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
         ("svhn", SVHN, b"x" * 999, "not a readable file of SVHN"),
         ("svhn", SVHN, matrices(X=np.zeros(3), y=[1]), "not a readable file of SVHN"),
         ("svhn", SVHN, matrices(y=[1]), "not a readable file of SVHN"),
-        ("svhn", SVHN, matrices(X=np.zeros((32, 32, 3, 20), np.uint8), y=np.arange(20) % 10), "and 260 are expected"),
+        ("svhn", SVHN, matrices(X=np.zeros((32, 32, 3, 20), np.uint8), y=np.arange(20) % 10), "instead of 260"),
         ("notmnist", "notMNIST/Test", None, "neither idx files nor a folder Test"),
         ("notmnist", "notMNIST/Train/C", None, "9 classes of 20 to 20 images"),
         ("notmnist", "notMNIST/Train/C/07.png", half, "07.png cannot be decoded as an image"),
@@ -242,7 +242,7 @@ def test_data_that_are_not_there(tmp_path, monkeypatch, name, kind):
     if kind is not None:
         monkeypatch.setattr(getattr(five, kind), "__init__", offline)
     tried = r" and could not be downloaded \(no network\)" if kind else ""
-    with pytest.raises(FileNotFoundError, match=rf"is missing{tried}; get .*so that .*{tmp_path.name}.* is there"):
+    with pytest.raises(FileNotFoundError, match=rf"is missing{tried}; get .*so that .*{tmp_path.name}.* exists"):
         five_datasets([name], dataset_root=tmp_path)
 
 
@@ -250,7 +250,7 @@ def test_data_that_are_not_there(tmp_path, monkeypatch, name, kind):
     ("name", "kind"), [("cifar10", "CIFAR10"), ("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")]
 )
 def test_what_torchvision_downloads_is_found(tmp_path, monkeypatch, name, kind):
-    """Its classes put their files where they are looked for."""
+    """Torchvision writes its files to the folder in which we look for them."""
 
     def arrived(self, root, download):
         assert download

@@ -12,7 +12,7 @@ from tests.helpers import batch_of, half, harmed
 
 
 def save(path, label, number, size, mode="RGB"):
-    """An image whose red is the label and whose green is the number, both times eight, for JPEG is not exact."""
+    """Save an image with the label in red and eight times the number in green, because JPEG is not exact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     colour = (label, 8 * number, 128) if mode == "RGB" else label
     Image.new(mode, (size, size), colour).save(path, quality=100, subsampling=0)
@@ -34,7 +34,7 @@ IMAGE = "tiny-imagenet-200/train/n00000005/images/n00000005_3.JPEG"
 
 
 def write_tiny(root, train=5, test=1):
-    """As published, with the names of classes in an order of their own."""
+    """Write TinyImageNet as published, with the names in ``wnids.txt`` in reverse order."""
     folder = root / "tiny-imagenet-200"
     names = [f"n{k:08}" for k in range(200)]
     folder.mkdir(parents=True)
@@ -148,7 +148,7 @@ PER_CLASS, TRAINED = 8, 6
 
 @pytest.fixture
 def small(monkeypatch):
-    """Classes of 20 images, not of 600."""
+    """Let classes have 8 images instead of 600."""
     assert (imagenet.PER_CLASS, imagenet.TRAINED) == (600, 500)
     monkeypatch.setattr(imagenet, "PER_CLASS", PER_CLASS)
     monkeypatch.setattr(imagenet, "TRAINED", TRAINED)
@@ -247,11 +247,11 @@ def mini(tmp_path_factory):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("parts/test.pkl", None, "test.pkl is missing, and other files"),
+        ("parts/test.pkl", None, "test.pkl is missing, but other files"),
         ("parts/train.pkl", half, "is corrupt"),
         ("parts/test.pkl", changed(labels=[3] * 99), "200 images and 99 labels"),
         ("parts/test.pkl", changed(labels=[3] * 200), "100 classes of 2 images are expected"),
-        ("parts/test.pkl", changed(images=np.zeros((200, 3, 84, 84), np.uint8)), r"\(3, 84, 84\), not"),
+        ("parts/test.pkl", changed(images=np.zeros((200, 3, 84, 84), np.uint8)), r"\(3, 84, 84\) instead of"),
         ("parts/test.pkl", changed(images=np.zeros((200, 84, 84, 3))), "float64, not bytes"),
         ("parts/test.pkl", pickle.dumps({"pictures": 1}), "no arrays images, labels"),
         ("cache/mini-imagenet-cache-val.pkl", None, "cache-val.pkl is missing"),
@@ -274,7 +274,7 @@ def test_half_a_mini_imagenet_is_refused(mini, tmp_path, file, content, message)
 
 def test_folders_with_too_few_images(mini, tmp_path):
     forget_loaded()
-    with pytest.raises(ValueError, match="its classes have 8 images, not 600"):
+    with pytest.raises(ValueError, match="its classes have 8 images instead of 600"):
         split_miniimagenet(dataset_root=mini / "folders")
     (tmp_path / "miniimagenet").mkdir()
     with pytest.raises(ValueError, match="it has 0 classes"):

@@ -132,7 +132,7 @@ def test_all_engines_are_known_by_name():
 # -------------------------------------------------------------------------------------------------------------- data
 
 
-@files.keeps(1)
+@files.cached(1)
 def load_images(folder):
     """Images from a file; notes which process has read it."""
     with open(folder / "readers", "a") as readers:
