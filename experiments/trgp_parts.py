@@ -39,7 +39,7 @@ class Unscaled(TRGPPlugin):
     """The memory is made of the inputs that layers have without scaling."""
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._serve(strategy.model, None)
+        self._activate(strategy.model, None)
         super().after_training_exp(strategy, **kwargs)
 
 

@@ -1,1 +1,1 @@
-"""What a user puts into ``plugins=[...]``."""
+"""The plugins that users put into ``plugins=[...]`` of an Avalanche strategy."""

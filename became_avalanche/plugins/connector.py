@@ -23,20 +23,31 @@ class ConnectorPlugin(StagedPlugin, StageAware):
 
     From the second experience ``t`` on:
 
-    1. stage 1 trains with whatever projection plugins are in the list (as published: ``NSCLPlugin``): ``θ_p``;
-    2. stage 2 starts again from the weights that the experience began with, with these plugins suspended, and with the
-       squared distance to the features of the model before the experience, their mean, added to the loss: ``θ_q``;
-    3. the model becomes ``(1 − 1/t) θ_p + (1/t) θ_q``.
+    1. Stage 1 trains with the projection plugins in the list (as published: ``NSCLPlugin``). It ends at ``θ_p``.
+    2. Stage 2 starts again from the weights before the experience. The projection plugins are suspended. The loss
+       includes the mean squared distance between the features of the model and those of the model before the
+       experience. Stage 2 ends at ``θ_q``.
+    3. The model becomes ``(1 − 1/t) θ_p + (1/t) θ_q``.
 
-    With ``BecameMergePlugin`` in the list, that plugin merges the two branches, with its own coefficient.
+    If ``BecameMergePlugin`` is in the list too, it merges the two branches with its own coefficient.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import ConnectorPlugin, MultiHeadMLP, NSCLPlugin, split_digits
+    >>> model, plugins = MultiHeadMLP(), [NSCLPlugin(), ConnectorPlugin()]
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=plugins)
+    >>> _ = strategy.train(split_digits().train_stream[:2])
+    >>> plugins[1].t  # tasks learned
+    2
     """
 
     def __init__(self, distillation: float = 1.0, head: str | None = None) -> None:
         """Init.
 
-        :param distillation: weight of the distance between features.
-        :param head: name of the module whose input are the features; by default the task head, or the last Linear of
-            a model that has none.
+        :param distillation: weight of the distance between features in the loss.
+        :param head: name of the module whose inputs are the features. By default this is the task head, or the last
+            Linear layer if the model has no task head.
         """
         super().__init__()
         if not distillation >= 0:
@@ -44,12 +55,12 @@ class ConnectorPlugin(StagedPlugin, StageAware):
         self.distillation = distillation
         self.head = head
         self._start: dict[str, Tensor] = {}
-        self._features: _Features | None = None
+        self._features: _InputRecorder | None = None
         self._old_model: nn.Module | None = None
         self._head_name = ""
 
     def stages(self, strategy: SupervisedTemplate) -> bool:
-        """Leave it to ``BecameMergePlugin`` if there is one."""
+        """Return False if ``BecameMergePlugin`` is in the list, which then runs the stages."""
         return not any(isinstance(plugin, BecameMergePlugin) for plugin in strategy.plugins)
 
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
@@ -64,9 +75,9 @@ class ConnectorPlugin(StagedPlugin, StageAware):
                 finish_merge(strategy)
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """Note where the experience starts, and start the second branch there."""
+        """Store the weights before stage 1, and go back to them before stage 2."""
         if stage == 1:
-            self._forget()
+            self._clear()
             self._start = snapshot(strategy)
             return
         restore(strategy, self._start)
@@ -75,34 +86,37 @@ class ConnectorPlugin(StagedPlugin, StageAware):
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self._old_model is not None:
-            self._features = _Features(strategy.model, self._head_name)
+            self._features = _InputRecorder(strategy.model, self._head_name)
 
     def before_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self._features is None or self._old_model is None:
             return
-        features, self._features = self._features.taken(), None
+        features, self._features = self._features.take(), None
         model, strategy.model = strategy.model, self._old_model
-        old_features = _Features(self._old_model, self._head_name)
+        old_features = _InputRecorder(self._old_model, self._head_name)
         try:
             with torch.no_grad():
                 strategy.forward()
         finally:
             strategy.model = model
-        strategy.loss += self.distillation * F.mse_loss(features, old_features.taken())
+        strategy.loss += self.distillation * F.mse_loss(features, old_features.take())
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
-        if self._features is not None:  # left over if an iteration was broken off
-            self._features.taken()
+    def _clear(self) -> None:
+        if self._features is not None:  # left over from an interrupted iteration
+            self._features.take()
         self._start, self._features, self._old_model = {}, None, None
 
     def _find_head(self, model: nn.Module) -> str:
         modules = dict(model.named_modules())
         if self.head is not None:
             if self.head not in modules:
-                raise ValueError(f"head names {self.head!r}, which the model does not have; it has {list(modules)[1:]}")
+                raise ValueError(
+                    f"the model has no module {self.head!r}, which head=... names; choose one of: "
+                    f"{', '.join(list(modules)[1:])}"
+                )
             return self.head
         heads = (
             list(growing_heads(model))
@@ -110,22 +124,26 @@ class ConnectorPlugin(StagedPlugin, StageAware):
         )
         if len(heads) != 1:
             raise ValueError(
-                f"ConnectorPlugin compares the features that go into the head, but the model has {len(heads)} heads"
-                f"{': ' if heads else ''}{', '.join(heads)}; name the module with head=..."
+                f"ConnectorPlugin compares the inputs of the head and needs one head, but the model has {len(heads)} "
+                f"heads{': ' if heads else ''}{', '.join(heads)}; choose the module with head=..."
             )
         return heads[0]
 
 
-class _Features:
-    """The input of a module in the next forward pass. Nothing stays on the model: others may want to copy it."""
+class _InputRecorder:
+    """Records the input of a module in the next forward pass.
+
+    ``take`` removes the hook again, so that the model can be copied between iterations.
+    """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._value: Tensor
-        self._hook = model.get_submodule(name).register_forward_pre_hook(self._keep)
+        self._hook = model.get_submodule(name).register_forward_pre_hook(self._record)
 
-    def taken(self) -> Tensor:
+    def take(self) -> Tensor:
+        """Return the recorded input and remove the hook."""
         self._hook.remove()
         return self._value
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._value = args[0]

@@ -1,4 +1,4 @@
-"""The control for a method that trains twice."""
+"""The control that trains each task twice without BECAME."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from became_avalanche.strategy.stages import StagedPlugin
 
 
 class EqualTrainingPlugin(StagedPlugin):
-    """Gives a method the training time of BECAME: everything equal except what BECAME adds.
+    """Trains each task twice, as BECAME does, but with projection in both stages and without a merge.
 
-    From the second experience on there is a second stage with the same restart of optimizer, schedule and stopping,
-    but with the projection plugins at work in it as in the first, and without a merge. What BECAME gains over a method
-    with this plugin is not training time.
+    From the second experience on, a second stage restarts optimizer, learning rate schedule and early stopping, as
+    under BECAME. The projection plugins stay active in it. A gain of BECAME over a method with this plugin is therefore
+    not due to longer training.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import EqualTrainingPlugin, GPMPlugin, MultiHeadMLP, split_digits
+    >>> model, plugins = MultiHeadMLP(), [GPMPlugin(), EqualTrainingPlugin()]
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=plugins)
+    >>> _ = strategy.train(split_digits().train_stream[:2])
+    >>> plugins[1].t  # tasks learned
+    2
     """
 
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the methods share that remember the covariance of all inputs so far."""
+"""Base class of the methods that store the covariance of all inputs so far (NSCL and OWM)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CovariancePlugin(GradientProjectionPlugin, ABC):
-    """Remembers ``C = A Aᵀ`` of the inputs of all experiences, uncentred, as the fewest columns that have it."""
+    """Stores the uncentred covariance ``C = A Aᵀ`` of the inputs ``A`` of all experiences, as a minimal square root."""
 
     def __init__(self, n_samples: int | None = None, **options: Unpack[ProjectionOptions]) -> None:
         super().__init__(n_samples, **options)
@@ -27,6 +27,6 @@ class CovariancePlugin(GradientProjectionPlugin, ABC):
         self.memory[name] = {"inputs": observed.compressed()}
 
     def spectrum(self, name: str) -> tuple[Tensor, Tensor]:
-        """Eigenvalues of ``C`` above 0, descending, and their eigenvectors."""
-        strengths, vectors = directions(self.memory[name]["inputs"])
-        return strengths.square(), vectors
+        """Return the positive eigenvalues of ``C`` in descending order, and their eigenvectors."""
+        singular_values, vectors = directions(self.memory[name]["inputs"])
+        return singular_values.square(), vectors

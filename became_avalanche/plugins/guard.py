@@ -1,4 +1,4 @@
-"""A protected weight during an experience: what is done to its gradients or updates."""
+"""Projects the gradients or updates of one protected weight during an experience."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from became_avalanche.subspace.basis import Projector
 
 @dataclass(frozen=True)
 class Step:
-    """What guards need to know of the optimizer in a step."""
+    """Properties of an optimizer step that decide how guards project."""
 
     linear: bool
-    """Whether the update is that of SGD, linear in the weights and in the gradients as they are now."""
+    """Whether this is a step of plain SGD, which is linear in the weights and in the current gradients."""
     momentum: bool
+    """Whether any parameter group uses momentum."""
     fresh: bool
-    """Whether the optimizer remembers nothing of earlier steps."""
+    """Whether the optimizer has no state from earlier steps."""
     decays: dict[int, float]
-    """``id`` of a parameter -> its weight decay."""
+    """Weight decay of each parameter, by ``id(parameter)``."""
 
     @staticmethod
     def of(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> Step:
+        """Return the properties of the next step of the strategy's optimizer."""
         optimizer = strategy.optimizer
         groups = optimizer.param_groups
         return Step(
@@ -48,21 +50,27 @@ class Step:
 
 
 class Guard:
-    """One protected weight, with its bias if that is protected too. A frozen parameter is protected in all directions.
+    """Protects one weight, together with its bias if the bias is protected too.
 
-    With SGD the gradient is projected, with any other optimizer the update is. SGD is linear, with momentum and
-    Nesterov, too: if all gradients are projected, so are all updates. Weight decay is part of the gradient for it:
+    A frozen parameter is a weight that is protected in all directions.
 
-        (G + c W) P  =  G P − c (W − W P)  +  c W,
+    Under SGD the guard projects the gradient. SGD is linear, also with momentum and Nesterov momentum, so updates are
+    projected if all gradients are. SGD adds weight decay ``c W`` to the gradient, so the guard subtracts the protected
+    part of it beforehand:
 
-    where the optimizer adds the last term. ``W − W P`` is the protected part of the weight, which does not move as long
-    as ``P`` removes whole directions; otherwise the update is projected if there is weight decay.
+        (G + c W) P  =  [G P − c (W − W P)]  +  c W,
 
-    Of a computed weight (weight normalisation) the update is projected, and the parameters that it is computed from are
-    set to what gives the projected one.
+    where the bracket is the gradient that the guard leaves, and SGD adds the last term. The protected part ``W − W P``
+    does not move if ``P`` removes each direction completely or not at all. If ``P`` scales directions and there is
+    weight decay, the guard projects the update instead.
 
-    In a large Linear layer the gradient comes projected out of the backward pass, which costs far less. For that the
-    layers compute through ``ProjectedBackward`` from ``before_forward`` to ``after_forward``.
+    Under any other optimizer the guard projects the update.
+
+    For a computed weight (weight normalisation) the guard projects the update of the weight, and then sets the
+    parameters behind it so that they give the projected weight.
+
+    In a large Linear layer the backward pass itself returns the projected gradient, which is much cheaper. To do so,
+    the layer computes through ``ProjectedBackward`` between ``enter_forward`` and ``leave_forward``.
     """
 
     def __init__(
@@ -75,11 +83,11 @@ class Guard:
     ) -> None:
         """Init.
 
-        :param name: name of the weight, for messages.
-        :param parameters: the weight, and the bias if that is protected with it.
-        :param project: what to apply to rows (groups, out, d).
-        :param layers: the layers that use the weight; none for a frozen parameter.
-        :param outputs: which outputs are protected, True or False for each of them; all if None.
+        :param name: name of the weight, for error messages.
+        :param parameters: the weight, and the bias if it is protected together with the weight.
+        :param project: function that projects rows (groups, out, d).
+        :param layers: the layers that use the weight; empty for a frozen parameter.
+        :param outputs: boolean mask of the outputs to protect; None for all.
         """
         self.parameters, self.project, self._outputs = parameters, project, outputs
         self._layout = layers[0] if layers else None
@@ -92,7 +100,7 @@ class Guard:
         if self._layers and isinstance(project, Projector) and outputs is None:
             backward = ProjectedBackward(project, ones=len(parameters) > 1)
             self._backward = backward if backward.may_pay(self._layers[0]) else None
-        self._entered: list[nn.Module] = []
+        self._patched: list[nn.Module] = []
         self._start: list[Tensor] = []
         self._protected_part: list[Tensor] = []
         self._momentum_is_projected = True
@@ -100,36 +108,37 @@ class Guard:
             self._projected([parameter.detach() for parameter in parameters])
         except RuntimeError as error:
             raise ValueError(
-                f"the memory of {name} does not fit its weight of shape {tuple(parameters[0].shape)}: the layer has "
-                "changed its inputs, or the memory comes from another model or another setting of bias"
+                f"the memory of {name} does not fit its weight of shape {tuple(parameters[0].shape)}: the number of "
+                "inputs of the layer has changed, or the memory comes from another model or another bias=... option"
             ) from error
 
     # ------------------------------------------------------------------------------------------------- forward pass
 
     @property
     def in_backward(self) -> bool:
-        """Whether the gradient may come projected out of the backward pass."""
+        """Whether the backward pass may return the projected gradient."""
         return self._backward is not None
 
     def enter_forward(self, step: Step) -> None:
-        """Let large Linear layers compute so that their gradient comes projected out of the backward pass."""
+        """Replace the forward of large Linear layers by one whose backward pass returns the projected gradient."""
         back = self._backward
-        if back is None or not self._in_gradient(step) or _has_hooks(self.parameters):
+        if back is None or not self._projects_gradient(step) or _has_hooks(self.parameters):
             return
         back.uses.clear()
         for layer in self._layers:
-            if "forward" not in vars(layer):  # otherwise it is somebody else's
+            if "forward" not in vars(layer):  # otherwise somebody else has replaced it
                 layer.forward = partial(back.forward, layer)
-                self._entered.append(layer)
+                self._patched.append(layer)
 
     def leave_forward(self) -> None:
-        """Let all layers compute as usual again."""
-        while self._entered:
-            del self._entered.pop().forward
+        """Restore the forward of all layers."""
+        while self._patched:
+            del self._patched.pop().forward
 
     # -------------------------------------------------------------------------------------------------------- update
 
     def before_update(self, step: Step) -> None:
+        """Project the gradients, or store the weights if the update is to be projected."""
         self._start = []
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if len(gradients) < len(self.parameters):
@@ -137,7 +146,7 @@ class Guard:
         if self._computed is not None:
             self._start = [self._computed.weight.detach().clone()]
             return
-        if not self._in_gradient(step) or any(gradient.is_sparse for gradient in gradients):
+        if not self._projects_gradient(step) or any(gradient.is_sparse for gradient in gradients):
             self._momentum_is_projected = False
             self._start = [parameter.detach().clone() for parameter in self.parameters]
             return
@@ -152,6 +161,7 @@ class Guard:
                 gradient.sub_(part, alpha=decay)
 
     def after_update(self) -> None:
+        """Project the update if ``before_update`` has stored the weights."""
         if self._start and self._computed is not None:
             (start,), self._start = self._start, []
             (update,) = self._projected([self._computed.weight.detach() - start])
@@ -163,11 +173,11 @@ class Guard:
             self._start = []
 
     def note_free_update(self) -> None:
-        """The optimizer makes a step that is not projected, and its momentum remembers it."""
+        """Note that the optimizer makes an unprojected step, which stays in its momentum."""
         self._momentum_is_projected = False
 
-    def note_epoch(self) -> None:
-        """An epoch begins: the weights may have been set to others in between."""
+    def start_epoch(self) -> None:
+        """Drop the cached protected part: the weights may have been replaced between epochs."""
         self._protected_part = []
 
     # ------------------------------------------------------------------------------------------------------- details
@@ -183,7 +193,7 @@ class Guard:
             elif back.explains(rows[0]):
                 back.uses.clear()
                 return
-            else:  # something was added to what the layers have projected, and will be in the steps to come
+            else:  # another term adds to this gradient; assume that it does so in later steps, too
                 done = back.gradient().unsqueeze(0)
                 projected = done + self.project(rows - done)
                 self._backward = None
@@ -204,40 +214,40 @@ class Guard:
         where = [self._outputs.reshape(-1, *[1] * (tensor.dim() - 1)) for tensor in tensors]
         return [torch.where(*each) for each in zip(where, projected, tensors, strict=True)]
 
-    def _in_gradient(self, step: Step) -> bool:
-        """Whether projected gradients are projected updates."""
+    def _projects_gradient(self, step: Step) -> bool:
+        """Return whether projecting the gradients projects the update, too."""
         if step.fresh:
             self._momentum_is_projected = True
         if not step.linear or (step.momentum and not self._momentum_is_projected):
             return False
         decays = {step.decays.get(id(parameter), 0) for parameter in self.parameters}
-        whole = isinstance(self.project, Projector) and self.project.whole
-        return decays == {0} or (len(decays) == 1 and whole)
+        idempotent = isinstance(self.project, Projector) and self.project.idempotent
+        return decays == {0} or (len(decays) == 1 and idempotent)
 
 
 def _has_hooks(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether somebody has registered hooks that see the gradients of these parameters in the backward pass."""
+    """Return whether any of these parameters has hooks that see its gradient in the backward pass."""
     return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
 def gradients_are_final(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> bool:
-    """Whether the optimizer takes the gradients as ``plugin`` leaves them in its ``before_update``.
+    """Return whether the optimizer uses the gradients as ``plugin`` leaves them in its ``before_update``.
 
-    It does not if a later plugin changes them, or if the strategy makes its steps in a way of its own, as with a
-    closure that computes them anew.
+    It does not if a later plugin may change them, or if the strategy overrides the optimizer step, for example to pass
+    a closure that computes the gradients again.
     """
     plugins: list[object] = list(strategy.plugins)
     later = [other for other in plugins[plugins.index(plugin) + 1 :] if not isinstance(other, EvaluationPlugin)]
-    return _is_usual(strategy, "training_epoch", "optimizer_step") and not any(
+    return _uses_avalanche_methods(strategy, "training_epoch", "optimizer_step") and not any(
         _is_overridden(other, "before_update") for other in later
     )
 
 
 def gradients_are_private(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> bool:
-    """Whether nobody but ``plugin`` can see gradients between the backward pass and the update.
+    """Return whether only ``plugin`` can see the gradients between the backward pass and the update.
 
-    Others have to find them as they are: plugins that clip or correct them (A-GEM), metrics of them, training loops of
-    another kind, or other processes with which they are averaged.
+    Everybody else must see unprojected gradients: plugins that clip or correct gradients (A-GEM), metrics of gradients,
+    other training loops, and other processes that average gradients.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
@@ -247,26 +257,29 @@ def gradients_are_private(strategy: SupervisedTemplate, plugin: SupervisedPlugin
             observers += [*other.metrics, *other.loggers]
         elif other is not plugin:
             observers.append(other)
-    return _is_usual(strategy, "training_epoch", "backward") and not any(
-        _is_overridden(observer, name) for observer in observers for name in _BETWEEN
+    return _uses_avalanche_methods(strategy, "training_epoch", "backward") and not any(
+        _is_overridden(observer, name) for observer in observers for name in _GRADIENT_CALLBACKS
     )
 
 
-def _is_usual(strategy: SupervisedTemplate, *names: str) -> bool:
-    """Whether these methods of the strategy are Avalanche's."""
-    return all(getattr(type(strategy), name) is _USUAL[name] and name not in vars(strategy) for name in names)
+def _uses_avalanche_methods(strategy: SupervisedTemplate, *names: str) -> bool:
+    """Return whether the strategy overrides none of these methods of Avalanche."""
+    return all(
+        getattr(type(strategy), name) is _AVALANCHE_METHODS[name] and name not in vars(strategy) for name in names
+    )
 
 
-_USUAL: dict[str, Any] = {
+_AVALANCHE_METHODS: dict[str, Any] = {
     "training_epoch": SGDUpdate.training_epoch,
     "backward": BaseSGDTemplate.backward,
     "optimizer_step": BaseSGDTemplate.optimizer_step,
 }
 
-_BETWEEN = ("after_backward", "before_update")
+_GRADIENT_CALLBACKS = ("after_backward", "before_update")
 
 
 def _is_overridden(observer: object, name: str) -> bool:
+    """Return whether a plugin, metric or logger implements the callback ``name``."""
     method = getattr(observer, name, None)
     defaults = (None, getattr(BaseSGDPlugin, name), getattr(PluginMetric, name))
     return getattr(method, "__func__", method) not in defaults

@@ -42,32 +42,42 @@ REFERENCE: dict[str, Any] = {
     "new_head": "merged",
     "own_precision": True,
 }
-"""What ``BecameMergePlugin(reference=True)`` stands for: the settings of code that looks like the authors'."""
+"""Settings that ``BecameMergePlugin(reference=True)`` selects: those of code that looks like the authors'."""
 
 
 class BecameMergePlugin(StagedPlugin):
-    """Trains each experience twice, projected and then free, and merges the two weight vectors in closed form.
+    """Trains each experience twice, with and without projection, and merges both weight vectors in closed form.
 
     From the second experience on:
 
-    1. stage 1 trains with whatever projection plugins are in the list: ``θ_GP``;
-    2. stage 2 starts again from ``θ_GP`` with these plugins suspended: ``θ̂``;
-    3. ``λ = Δᵀ F_t(θ̂) Δ / Δᵀ (F_t(θ̂) + Λ_{t-1}) Δ`` with ``Δ = θ̂ − θ_GP`` (Eq. 20);
-    4. the model becomes ``θ* = θ_GP + λ Δ``, and ``Λ_t = Λ_{t-1} + F_t(θ*)``.
+    1. Stage 1 trains with the projection plugins in the list. It ends at ``θ_GP``.
+    2. Stage 2 continues from ``θ_GP`` with these plugins suspended. It ends at ``θ̂``.
+    3. The coefficient is ``λ = Δᵀ F_t(θ̂) Δ / Δᵀ (F_t(θ̂) + Λ_{t-1}) Δ`` with ``Δ = θ̂ − θ_GP`` (Eq. 20).
+    4. The model becomes ``θ* = θ_GP + λ Δ``, and ``Λ_t = Λ_{t-1} + F_t(θ*)``.
 
-    The memory of the projection plugins is then updated on ``θ*``, in whatever order the plugins are listed. The first
-    experience is trained once. Stage 2 starts as a plain training would: fresh optimizer state, learning rate schedule
-    and early stopping. Plugins that are not ``Suspendable`` work in both stages.
+    The first experience is trained once, without a merge. The projection plugins update their memory at ``θ*``; the
+    order of the plugins in the list does not matter. Stage 2 restarts optimizer, learning rate schedule and early
+    stopping. Plugins that are not ``Suspendable`` are active in both stages.
 
-    Without a ``Suspendable`` plugin there is one stage, free from ``θ*_{t-1}``, whose ``θ̂`` is merged with
-    ``θ*_{t-1}``, as in the paper's ablation. What no earlier task has learned, such as the new head, counts in λ and is
-    taken from ``θ̂``.
-
-    All parameters are merged with one λ, the current head included; floating-point buffers (running statistics) too.
+    All parameters are merged with one λ, including the current head and floating-point buffers (running statistics).
     Other rules can replace Eq. 20, by name or as a function of ``MergeInputs``.
+
+    **Without projection.** If no plugin in the list is ``Suspendable``, there is one stage. It starts at ``θ*_{t-1}``,
+    and its result ``θ̂`` is merged with ``θ*_{t-1}``, as in the paper's ablation. Parameters that no earlier task has
+    learned, such as the new head, count in λ and are taken from ``θ̂``.
 
     **Variants.** A subclass can override ``choose_candidate`` (which weights are ``θ̂``), ``estimate_fisher`` (how the
     Fisher information is estimated) and ``on_merged`` (what follows the merge, such as a third stage).
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import BecameMergePlugin, GPMPlugin, MultiHeadMLP, split_digits
+    >>> model, plugins = MultiHeadMLP(), [GPMPlugin(), BecameMergePlugin()]
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=plugins)
+    >>> _ = strategy.train(split_digits().train_stream[:3])
+    >>> [(record.t, 0 <= record.coefficient <= 1) for record in plugins[1].merges]
+    [(2, True), (3, True)]
     """
 
     needs_loss = True
@@ -88,31 +98,34 @@ class BecameMergePlugin(StagedPlugin):
     ) -> None:
         """Init.
 
-        :param rule: how far to go from ``θ_GP`` to ``θ̂``: "became", "became-tensor" (one λ per tensor), "became-exact"
+        :param rule: rule for λ: "became" (Eq. 20), "became-tensor" (one λ per tensor), "became-exact"
             (without the assumption that ``θ_GP`` is as good for old tasks as ``θ*_{t-1}``), "one-over-t", "constant"
             (0.4), "cofima", "imm-mode" (one λ per element) or "none"; or a function of ``MergeInputs`` that returns a
             number, or tensors by parameter name.
         :param fisher: how the Fisher information is estimated: "batched", "batched-sampled", "batched-argmax",
             "empirical", "sampled" or "exact"; or a ``Fisher``, which has more options.
         :param epochs: epochs of stage 2; None for the strategy's ``train_epochs``.
-        :param candidate: which weights of the free stage are ``θ̂`` if a plugin such as ``PlateauPlugin`` goes back to
-            the best ones: "best", or "last" for those of the last step.
-        :param buffers: "merged" interpolates floating-point buffers (running statistics) with λ, "base" keeps all
+        :param candidate: which weights of the free stage are ``θ̂`` if a plugin such as ``PlateauPlugin`` restores the
+            best weights: "best", or "last" for the weights after the last step.
+        :param buffers: "merged" interpolates floating-point buffers (running statistics) with λ; "base" keeps all
             buffers of ``θ_GP``.
-        :param new_head: without projection, what becomes of parameters that no earlier task has learned. With
-            "candidate" they count in λ and are taken from ``θ̂``; with "merged" they count and are interpolated from
-            their initial values like all others; with "apart" they are taken from ``θ̂`` and do not count.
-        :param own_precision: whether parameters that plugins train beside the model (the scales of TRGP) have a
-            precision. Their names are the same in each task, so those of a task meet the precision of earlier tasks'.
-        :param reference: merge as code does that looks like the authors': sets ``fisher``, ``candidate``, ``buffers``,
-            ``new_head`` and ``own_precision`` as ``REFERENCE`` says.
+        :param new_head: without projection, how to treat parameters that no earlier task has learned. With "candidate"
+            they count in λ and are taken from ``θ̂``. With "merged" they count in λ and are interpolated from their
+            initial values like all other parameters. With "apart" they do not count in λ and are taken from ``θ̂``.
+        :param own_precision: whether to keep a precision for parameters that plugins train outside the model (the
+            scales of TRGP). Every task reuses their names, so the scales of a task are weighed with the precision of
+            the scales of earlier tasks.
+        :param reference: merge like code that looks like the authors': sets ``fisher``, ``candidate``, ``buffers``,
+            ``new_head`` and ``own_precision`` to the values in ``REFERENCE``.
         :param keep_last_merge: keep the inputs of the last merge in ``last_merge``, for ``scan_path``. They take about
-            five times the size of the model.
+            five times the memory of the model.
         """
         super().__init__()
         if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs of stage 2 must be at least 1, or None for the strategy's; got {epochs}")
-        parts: dict[str, Any] = {
+            raise ValueError(
+                f"epochs of stage 2 must be at least 1, or None for the strategy's train_epochs; got {epochs}"
+            )
+        settings: dict[str, Any] = {
             "fisher": fisher,
             "candidate": candidate,
             "buffers": buffers,
@@ -120,69 +133,69 @@ class BecameMergePlugin(StagedPlugin):
             "own_precision": own_precision,
         }
         if reference:
-            _refuse_parts(parts)
-            parts = REFERENCE
+            _refuse_overrides(settings)
+            settings = REFERENCE
         for name, allowed in (("candidate", Candidate), ("buffers", Buffers), ("new_head", NewHead)):
-            if parts[name] not in get_args(allowed):
-                raise ValueError(f"{name} must be one of: {', '.join(get_args(allowed))}; got {parts[name]!r}")
+            if settings[name] not in get_args(allowed):
+                raise ValueError(f"{name} must be one of: {', '.join(get_args(allowed))}; got {settings[name]!r}")
         self.rule = look_up("rule", rule, RULES) if isinstance(rule, str) else rule
-        self.fisher: Fisher = Fisher(parts["fisher"]) if isinstance(parts["fisher"], str) else parts["fisher"]
-        self.candidate: Candidate = parts["candidate"]
-        self.buffers: Buffers = parts["buffers"]
-        self.new_head: NewHead = parts["new_head"]
-        self.own_precision: bool = parts["own_precision"]
+        self.fisher: Fisher = Fisher(settings["fisher"]) if isinstance(settings["fisher"], str) else settings["fisher"]
+        self.candidate: Candidate = settings["candidate"]
+        self.buffers: Buffers = settings["buffers"]
+        self.new_head: NewHead = settings["new_head"]
+        self.own_precision: bool = settings["own_precision"]
         self.epochs = epochs
         self.keep_last_merge = keep_last_merge
         self.last_merge: MergeInputs | None = None
-        """Inputs of the last merge with ``keep_last_merge=True``: θ*_{t-1}, θ_GP, θ̂ and what the rule knew of them."""
+        """Inputs of the rule in the last merge, with ``keep_last_merge=True``."""
         self.precision: dict[str, Tensor] = {}
         """Diagonal of Λ_t, by parameter name."""
         self.previous_fisher: dict[str, Tensor] = {}
         """Diagonal of F_t(θ̂_t), by parameter name, if the rule is a ``PreviousFisherRule``."""
         self.merges: list[MergeRecord] = []
-        """One record per merge, so none for the first experience."""
+        """One record per merge. The first experience has none."""
         self._theta_previous: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later merges depend on, and the records of the earlier ones."""
+        """Return everything that later merges depend on, and the records of earlier merges."""
         return {**super().state_dict(), "merges": [record.model_dump() for record in self.merges]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that ``state_dict`` returned."""
+        """Restore a state that ``state_dict`` returned."""
         super().load_state_dict(state)
         self.merges = [MergeRecord(**record) for record in state["merges"]]
 
     def reset(self) -> None:
-        """Forget everything, as if newly made: for a run with another model."""
+        """Reset the plugin to its initial state, for a run with another model."""
         super().reset()
         self.last_merge, self._theta_previous = None, {}
 
     def remembered(self) -> Collection[str]:
-        """The parameters of the model that have a precision."""
+        """Return the names of the model's parameters that have a precision."""
         return [name for name in self.precision if ":" not in name]
 
     # -------------------------------------------------------------------------------------------------- for variants
 
     def choose_candidate(self, strategy: SupervisedTemplate, base: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All weights of the candidate ``θ̂``, at the end of stage 2: by default the weights as they are.
+        """Return all weights of the candidate ``θ̂`` after stage 2: by default the current weights.
 
         :param strategy: the strategy.
-        :param base: ``θ_GP``, where the path begins; without projection ``θ*_{t-1}``.
+        :param base: ``θ_GP``, the other end of the merge; without projection ``θ*_{t-1}``.
         """
         return snapshot(strategy)
 
     def estimate_fisher(
         self, strategy: SupervisedTemplate, names: Container[str], num_workers: int
     ) -> dict[str, Tensor]:
-        """The diagonal of F_t at the present weights, by parameter name.
+        """Return the diagonal of F_t at the current weights, by parameter name.
 
         It is called at ``θ̂`` for the merge and then at ``θ*`` for Λ; in the first experience only once. By default it
-        looks at the training data of the experience with eval transforms, in batches as in training.
+        uses the training data of the experience with eval transforms, in batches of ``train_mb_size``.
 
         :param strategy: the strategy.
-        :param names: the parameters to look at. Evaluations during the experience may have added heads that it does
-            not train; these are left out.
-        :param num_workers: worker processes that load the data.
+        :param names: the parameters to include. This leaves out heads that an evaluation during the experience has
+            added and that the experience does not train.
+        :param num_workers: number of worker processes that load the data.
         """
         parameters = {name: parameter for name, parameter in trainable(strategy).items() if name in names}
         with data_pass(
@@ -198,19 +211,19 @@ class BecameMergePlugin(StagedPlugin):
             return self.fisher(passes, strategy.model, parameters)
 
     def on_merged(self, strategy: SupervisedTemplate, inputs: MergeInputs, run: Callable[[int], None]) -> None:
-        """Called after each merge, when the model is at ``θ*`` and Λ includes it; by default nothing happens.
+        """Do something after each merge, when the model is at ``θ*`` and Λ is updated. By default nothing happens.
 
         :param strategy: the strategy.
-        :param inputs: what has been merged.
-        :param run: ``run(3)`` trains the experience once more, with projection; see ``free_training`` for without.
+        :param inputs: the inputs of the merge.
+        :param run: ``run(3)`` trains the experience once more, with projection; within ``free_training`` without it.
         """
 
     @contextmanager
     def free_training(self, strategy: SupervisedTemplate, epochs: int | None = None) -> Iterator[None]:
-        """A context in which stages run without projection.
+        """Return a context in which stages run without projection.
 
         :param strategy: the strategy.
-        :param epochs: epochs of each stage; None for the ``epochs`` of this plugin.
+        :param epochs: epochs of each stage; None for the ``epochs`` option of this plugin.
         """
         train_epochs = strategy.train_epochs
         with projections_suspended(strategy):
@@ -232,17 +245,17 @@ class BecameMergePlugin(StagedPlugin):
         if self.t == 0:
             run(1)
             self.precision = self._fisher(strategy, theta_previous, num_workers)
-            self._remember(self.precision)
+            self._store_previous_fisher(self.precision)
             return
         if any(isinstance(plugin, Suspendable) for plugin in strategy.plugins):
             run(1)
             theta_gp = snapshot(strategy)
             with back_to(strategy, theta_previous):
                 _refuse_divergence(theta_gp, self.t + 1)
-            with back_to(strategy, theta_gp), self.free_training(strategy), self._candidate_kept(strategy):
+            with back_to(strategy, theta_gp), self.free_training(strategy), self._keeping_candidate(strategy):
                 run(2)
         else:
-            with self._candidate_kept(strategy):
+            with self._keeping_candidate(strategy):
                 run(1)
         inputs = self._merge(strategy, theta_previous, theta_gp, num_workers)
         self.on_merged(strategy, inputs, run)
@@ -255,14 +268,14 @@ class BecameMergePlugin(StagedPlugin):
         num_workers: int,
     ) -> MergeInputs:
         start, fisher_before = perf_counter(), self.seconds["fisher"]
-        sound = theta_gp or theta_previous
-        with back_to(strategy, sound):
-            theta_hat = self.choose_candidate(strategy, sound)
+        base = theta_gp or theta_previous
+        with back_to(strategy, base):
+            theta_hat = self.choose_candidate(strategy, base)
             restore(strategy, theta_hat)
             projected, parameters = theta_gp is not None, trainable(strategy)
             if theta_gp is None:
                 if self.new_head == "apart":
-                    theta_previous = self._with_new(theta_previous, theta_hat, parameters)
+                    theta_previous = self._with_new_parameters(theta_previous, theta_hat, parameters)
                 theta_gp = theta_previous
             fisher = self._fisher(strategy, theta_previous, num_workers)
             precision = {name: zero_padded(self.precision.get(name), diagonal) for name, diagonal in fisher.items()}
@@ -272,23 +285,25 @@ class BecameMergePlugin(StagedPlugin):
             coefficient = self.rule(inputs)
             mean = mean_coefficient(coefficient, inputs.delta)
             if not isfinite(mean):
-                raise ValueError(f"the rule {self.rule} gave a coefficient that is not finite for task {inputs.t}")
+                raise ValueError(
+                    f"the rule {self.rule} returned a coefficient that is not finite for task {inputs.t}: {mean}"
+                )
             merged = interpolate(theta_gp, theta_hat, coefficient, mean)
             if not projected and self.new_head == "candidate":
-                merged = self._with_new(merged, theta_hat, parameters)
+                merged = self._with_new_parameters(merged, theta_hat, parameters)
             if self.buffers == "base":
                 merged.update({name: theta_gp[name] for name, _ in strategy.model.named_buffers() if name in theta_gp})
             restore(strategy, merged)
-            # what a plugin trains for this task alone needs no precision: no later task moves it
+            # parameters that a plugin trains for this task only need no precision: no later task changes them
             of_model = {name for name, _ in strategy.model.named_parameters()}
             shared = theta_previous.keys() if self.own_precision else theta_previous.keys() & of_model
             self.precision = accumulate(self.precision, self._fisher(strategy, shared, num_workers))  # at θ*
-        self._remember(fisher)
+        self._store_previous_fisher(fisher)
         self.last_merge = inputs if self.keep_last_merge else None
         finish_merge(strategy)
         seconds = perf_counter() - start
         self.seconds["merge"] += seconds - (self.seconds["fisher"] - fisher_before)
-        record = _record(inputs, mean, seconds)
+        record = _make_record(inputs, mean, seconds)
         self.merges.append(record)
         for name, value in (
             ("Lambda", record.coefficient),
@@ -299,16 +314,18 @@ class BecameMergePlugin(StagedPlugin):
         return inputs
 
     @contextmanager
-    def _candidate_kept(self, strategy: SupervisedTemplate) -> Iterator[None]:
-        """A context in which a stage ends with the weights that are to be ``θ̂``."""
+    def _keeping_candidate(self, strategy: SupervisedTemplate) -> Iterator[None]:
+        """Return a context in which a stage ends with the weights that ``candidate`` asks for."""
         with ExitStack() as kept:
             for plugin in strategy.plugins:
                 if self.candidate == "last" and isinstance(plugin, RestoresBest):
                     kept.enter_context(plugin.keeping_last())
             yield
 
-    def _with_new(self, old: dict[str, Tensor], new: dict[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
-        """``old``, but ``new`` where no task has left a precision: a new head, new units of a head that grows."""
+    def _with_new_parameters(
+        self, old: dict[str, Tensor], new: dict[str, Tensor], parameters: Iterable[str]
+    ) -> dict[str, Tensor]:
+        """Return ``old`` with the values of ``new`` where no task has a precision: new heads, new units of a head."""
         result = dict(old)
         for name in parameters:
             if name in old:
@@ -317,12 +334,12 @@ class BecameMergePlugin(StagedPlugin):
                 result[name] = torch.where(zero_padded(known, new[name]).bool(), old[name], new[name])
         return result
 
-    def _remember(self, fisher: dict[str, Tensor]) -> None:
+    def _store_previous_fisher(self, fisher: dict[str, Tensor]) -> None:
         if isinstance(self.rule, PreviousFisherRule):
             self.previous_fisher = fisher
 
     def _fisher(self, strategy: SupervisedTemplate, names: Container[str], num_workers: int) -> dict[str, Tensor]:
-        """``estimate_fisher``, timed and checked."""
+        """Call ``estimate_fisher``, measure its time, and raise a DivergenceError if the result is not finite."""
         with self.timed("fisher"):
             fisher = self.estimate_fisher(strategy, names, num_workers)
         for name, diagonal in fisher.items():
@@ -332,12 +349,13 @@ class BecameMergePlugin(StagedPlugin):
 
 
 def _refuse_divergence(weights: dict[str, Tensor], t: int) -> None:
+    """Raise a DivergenceError if the weights after stage 1 are not finite."""
     for name, weight in weights.items():
         if not weight.isfinite().all():
-            raise DivergenceError(f"after stage 1 of task {t} the weights are not finite, first {name}")
+            raise DivergenceError(f"after stage 1 of task {t} the weights are not finite, first in {name}")
 
 
-def _record(inputs: MergeInputs, coefficient: float, seconds: float) -> MergeRecord:
+def _make_record(inputs: MergeInputs, coefficient: float, seconds: float) -> MergeRecord:
     delta, drift = inputs.delta, inputs.drift
     return MergeRecord(
         t=inputs.t,
@@ -352,12 +370,12 @@ def _record(inputs: MergeInputs, coefficient: float, seconds: float) -> MergeRec
     )
 
 
-def _refuse_parts(parts: dict[str, Any]) -> None:
-    """Raise a ValueError if something that ``reference=True`` decides on is given, too."""
+def _refuse_overrides(settings: dict[str, Any]) -> None:
+    """Raise a ValueError if an option that ``reference=True`` sets does not have its default value."""
     defaults = signature(BecameMergePlugin.__init__).parameters
-    for name, value in parts.items():
+    for name, value in settings.items():
         if value != defaults[name].default:
             raise ValueError(
-                f"reference=True sets {name} itself; got {name}={value!r}: leave it out, or leave reference out and "
-                f"set {', '.join(parts)} one by one"
+                f"reference=True sets {name} itself; got {name}={value!r}: leave out {name}, or leave out reference "
+                f"and set each of these options: {', '.join(settings)}"
             )

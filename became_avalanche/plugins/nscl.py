@@ -25,19 +25,31 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 FLOOR = 1e-7
-"""Eigenvalues below this fraction of the largest are taken for zero: what differs below is rounding."""
+"""Eigenvalues below this fraction of the largest are assumed to be zero: they are rounding errors."""
 
 
 class NSCLPlugin(CovariancePlugin):
     """Adam-NSCL.
 
-    ``C = A Aᵀ`` is made of the inputs of all experiences so far. Eigenvectors with eigenvalues up to ``a`` times the
-    smallest one, ``V₂``, are its approximate null space, and updates are projected into it: ``ΔW <- ΔW V₂ V₂ᵀ``. Under
-    Adam, as published, and any other optimizer but plain SGD, that is the update of the optimizer.
+    ``C = A Aᵀ`` is the uncentred covariance of the inputs of all experiences so far. Its approximate null space is
+    spanned by ``V₂``, the eigenvectors with eigenvalues up to ``a`` times the smallest one. Updates are projected into
+    it: ``ΔW <- ΔW V₂ V₂ᵀ``. ``ΔW`` is the update of the optimizer under Adam, as published, and under any other
+    optimizer except plain SGD. Under SGD the gradient is projected, which is equivalent.
 
-    The parameters of normalisation layers stay free and are held by a penalty ``coefficient * Σ importance (θ − θ*)²``
-    instead, which is at work when the projection is suspended, too. The importance is the mean over batches of
-    ``B g²`` with ``g`` the gradient of the loss against the labels that the model predicts, where it is a classifier.
+    The parameters of normalisation layers are not projected. A penalty ``coefficient * Σ importance (θ − θ*)²`` keeps
+    them near their old values, also while the projection is suspended. The importance is the mean of ``B g²`` over
+    batches of size ``B``, where ``g`` is the gradient of the loss. For a classifier the loss is computed against the
+    labels that the model predicts.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import MultiHeadMLP, NSCLPlugin, split_digits
+    >>> model, plugin = MultiHeadMLP(), NSCLPlugin(a=10)
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=[plugin])
+    >>> _ = strategy.train(split_digits().train_stream[:2])
+    >>> 0 < plugin.ranks()["features.1.weight"] < 64  # the other directions form the null space
+    True
     """
 
     needs_loss = True
@@ -55,56 +67,56 @@ class NSCLPlugin(CovariancePlugin):
     ) -> None:
         """Init.
 
-        :param a: how many times the smallest eigenvalue still counts as zero.
-        :param n_samples: training samples of each experience whose layer inputs enter the memory; None for all.
-        :param coefficient: strength of the penalty on the parameters of normalisation layers.
-        :param reference: do as the published code does where it differs from its paper: the inputs are averaged over
-            each batch first, updates are divided by the Frobenius norm of the projector, and eigenvalues have no
-            floor.
-        :param options: those of ``GradientProjectionPlugin``.
+        :param a: eigenvalues up to ``a`` times the smallest one count as zero, at least 1.
+        :param n_samples: number of training samples per experience whose layer inputs enter the memory; None for all.
+        :param coefficient: weight of the penalty on the parameters of normalisation layers.
+        :param reference: follow the published code where it differs from its paper: the inputs are averaged over each
+            batch first, updates are divided by the Frobenius norm of the projector, and eigenvalues have no floor.
+        :param options: options of ``GradientProjectionPlugin``.
         """
         super().__init__(n_samples, **options)
         if not a >= 1:
-            raise ValueError(f"a is a multiple of the smallest eigenvalue, so it must be at least 1; got {a}")
+            raise ValueError(f"a must be at least 1, because it multiplies the smallest eigenvalue; got {a}")
         if not coefficient >= 0:
             raise ValueError(f"coefficient must be at least 0; got {coefficient}")
         self.a = a
         self.coefficient = coefficient
         self.reference = reference
         self.normalisation: dict[str, dict[str, Tensor]] = {}
-        """Importance and anchor of each parameter of a normalisation layer, by its name."""
-        self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self._all_null: list[str] = []
+        """Importance and anchor ``θ*`` of each parameter of a normalisation layer, by parameter name."""
+        self._penalties: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._fully_null: list[str] = []
 
     def remembered(self) -> Collection[str]:
-        """Protected weights, and the parameters of normalisation layers that have an importance."""
+        """Return the names of the protected weights and of the normalisation parameters that have an importance."""
         return [*super().remembered(), *self.normalisation]
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
-        """The inputs of each layer, or their means over batches."""
+        """Return the inputs of each layer, or their means over batches with ``reference=True``."""
         if self.reference:
             return self.layer_inputs(strategy, strategy.train_mb_size, num_workers, batch_mean=True)
         return super().observe(strategy, num_workers)
 
     def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
         eigenvalues, vectors = self.spectrum(name)
-        return compact(vectors * ~self._null(eigenvalues, vectors)[..., : vectors.shape[-1]].unsqueeze(-2)), None
+        return compact(vectors * ~self._is_null(eigenvalues, vectors)[..., : vectors.shape[-1]].unsqueeze(-2)), None
 
     def projector(self, name: str) -> Callable[[Tensor], Tensor]:
         basis, _ = self.protected(name)
         project = Projector.away_from(basis)
         if basis.shape[-1] == 0 and self.a < float("inf") and self.memory[name]["inputs"].any():
-            self._all_null.append(name)
+            self._fully_null.append(name)
         if not self.reference:
             return project
         eigenvalues, vectors = self.spectrum(name)
-        norm = self._null(eigenvalues, vectors).sum(-1).sqrt().to(vectors)[..., None, None]  # ‖V₂ V₂ᵀ‖ of each group
+        norm = self._is_null(eigenvalues, vectors).sum(-1).sqrt().to(vectors)[..., None, None]  # ‖V₂ V₂ᵀ‖ of each group
         return lambda rows: project(rows) / norm
 
-    def _null(self, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
-        """Which eigenvalues, padded with zeros to all d of them, count as zero.
+    def _is_null(self, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+        """Return a mask of the eigenvalues that count as zero, padded to all d eigenvalues.
 
-        A single input, as that of a row of an embedding, has no smaller one to be compared with: it counts as it is.
+        If d is 1, as for each row of an embedding, there is no smaller eigenvalue to compare with. Then the eigenvalue
+        counts as zero only if it is zero.
         """
         if vectors.shape[-2] == 1 and self.a < float("inf"):
             return F.pad(eigenvalues, (0, 1 - vectors.shape[-1])) == 0
@@ -115,53 +127,54 @@ class NSCLPlugin(CovariancePlugin):
         return eigenvalues <= self.a * smallest if self.a < float("inf") else torch.ones_like(eigenvalues).bool()
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._all_null = []
+        self._fully_null = []
         super().before_training_exp(strategy, **kwargs)
-        self._warn_of_even_inputs(strategy.model)
-        self._hold_normalisation(strategy)
+        self._warn_of_full_null_spaces(strategy.model)
+        self._load_penalties(strategy)
 
-    def _warn_of_even_inputs(self, model: nn.Module) -> None:
-        """Say once of each weight that the projection leaves its updates as they are."""
-        trained = [name for name in self._all_null if model.get_parameter(name).requires_grad]
-        fresh = [name for name in trained if name not in self._warned]
-        if fresh:
-            self._warned.update(fresh)
+    def _warn_of_full_null_spaces(self, model: nn.Module) -> None:
+        """Warn once about each weight whose null space is the full space, so that its updates are not projected."""
+        trained = [name for name in self._fully_null if model.get_parameter(name).requires_grad]
+        new = [name for name in trained if name not in self._warned]
+        if new:
+            self._warned.update(new)
             warnings.warn(
-                f"{type(self).__name__} does not protect {', '.join(fresh)}: the inputs fill their space so evenly "
-                f"that no eigenvalue is above a = {self.a:g} times the smallest, and every direction counts as null; "
-                "choose a smaller a, or another method",
+                f"{type(self).__name__} does not protect {', '.join(new)}: no eigenvalue of the covariance of the "
+                f"inputs is above a = {self.a:g} times the smallest, so every direction counts as null space; choose a "
+                "smaller a, or another method",
                 stacklevel=3,
             )
 
     # ------------------------------------------------------------------------------------------------ normalisation
 
-    def _hold_normalisation(self, strategy: SupervisedTemplate) -> None:
-        parameters = dict(self._normalisation(strategy))
+    def _load_penalties(self, strategy: SupervisedTemplate) -> None:
+        """Collect the importance and the anchor of each normalisation parameter that trains."""
+        parameters = dict(self._normalisation_parameters(strategy))
         for name in parameters.keys() & self.normalisation.keys():
             self.normalisation[name] = stored_like(self.normalisation[name], parameters[name])
-        self._held = [
+        self._penalties = [
             (parameter, self.normalisation[name]["importance"], self.normalisation[name]["anchor"])
             for name, parameter in parameters.items()
             if name in self.normalisation
         ]
 
     def before_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        for parameter, importance, anchor in self._held:
+        for parameter, importance, anchor in self._penalties:
             strategy.loss += self.coefficient * (importance * (parameter - anchor).square()).sum()
 
-    def _normalisation(self, strategy: SupervisedTemplate) -> Iterator[tuple[str, nn.Parameter]]:
+    def _normalisation_parameters(self, strategy: SupervisedTemplate) -> Iterator[tuple[str, nn.Parameter]]:
         parameters = dict(strategy.model.named_parameters())
         return ((name, parameters[name]) for name in self.layers.normalisation if parameters[name].requires_grad)
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if continues(kwargs):
             return
-        parameters = dict(self._normalisation(strategy))
+        parameters = dict(self._normalisation_parameters(strategy))
         with self.timed("memory"):
             importances = self._importances(strategy, parameters, kwargs.get("num_workers", 0))
         super().after_training_exp(strategy, **kwargs)
         for name, importance in importances.items():
-            self._hold(name, importance, parameters[name].detach().clone())
+            self._add_penalty(name, importance, parameters[name].detach().clone())
 
     def _importances(
         self, strategy: SupervisedTemplate, parameters: dict[str, nn.Parameter], num_workers: int
@@ -172,21 +185,25 @@ class NSCLPlugin(CovariancePlugin):
         with data_pass(strategy, dataset, strategy.train_mb_size, None, num_workers) as batches:
             importances = batched_fisher(((_loss_of_predictions(strategy), size) for size in batches), parameters)
         for name, importance in importances.items():
-            refuse_divergence(f"what was observed of {name}", importance)
+            refuse_divergence(f"the importance of {name}", importance)
         return importances
 
-    def _hold(self, name: str, importance: Tensor, anchor: Tensor) -> None:
-        """Add this task's term: the sum of all terms is one with the sum of importances at their mean anchor."""
+    def _add_penalty(self, name: str, importance: Tensor, anchor: Tensor) -> None:
+        """Add the penalty of this task.
+
+        Up to a constant, the penalties of all tasks add up to one penalty. Its importance is the sum of all
+        importances, and its anchor is the mean of all anchors, weighted by importance.
+        """
         if name in self.normalisation:
             old = self.normalisation[name]
             total = old["importance"] + importance
-            share = (importance / total).nan_to_num(1.0)  # where neither matters, the anchor does not either
+            share = (importance / total).nan_to_num(1.0)  # 0 / 0: without importance, any anchor will do
             anchor, importance = torch.lerp(old["anchor"], anchor, share), total
         self.normalisation[name] = {"importance": importance, "anchor": anchor}
 
 
 def _loss_of_predictions(strategy: SupervisedTemplate) -> Tensor:
-    """The loss of the current batch against the labels that the model predicts; the true ones if it predicts none."""
+    """Return the loss of the current batch against the predicted labels, or the true ones if it is no classifier."""
     if are_class_logits(strategy.mb_output, strategy.mb_y):
         strategy.mbatch[1] = strategy.mb_output.argmax(-1)
     loss: Tensor = strategy.criterion()
@@ -201,19 +218,25 @@ def nscl_groups(
     normalisation_lr: float = 5e-4,
     weight_decay: float = 5e-5,
 ) -> list[dict[str, Any]]:
-    """The parameter groups of the Adam-NSCL recipe, for an optimizer: backbone, heads and normalisation, in this order.
+    """Return the parameter groups of the Adam-NSCL recipe: backbone, heads and normalisation, without empty groups.
 
     :param model: a model with task heads of Avalanche.
-    :param lr: learning rate of the backbone in the first experience; see ``LaterTaskLR`` for the others.
+    :param lr: learning rate of the backbone in the first experience; use ``LaterTaskLR`` for later experiences.
     :param head_lr: learning rate of the heads, which have no weight decay.
     :param normalisation_lr: learning rate of the normalisation layers.
     :param weight_decay: weight decay of backbone and normalisation.
+
+    >>> import torch
+    >>> from became_avalanche import MultiHeadMLP, nscl_groups
+    >>> optimizer = torch.optim.Adam(nscl_groups(MultiHeadMLP(), lr=1e-4, head_lr=1e-3))
+    >>> [group["lr"] for group in optimizer.param_groups]  # this network has no normalisation
+    [0.0001, 0.001]
     """
     heads = [parameter for head in growing_heads(model).values() for parameter in head.parameters()]
     names = set(map_layers(model).normalisation)
     normalisation = [parameter for name, parameter in model.named_parameters() if name in names]
-    apart = {id(parameter) for parameter in heads + normalisation}
-    backbone = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    outside = {id(parameter) for parameter in heads + normalisation}
+    backbone = [parameter for parameter in model.parameters() if id(parameter) not in outside]
     groups = [
         {"params": backbone, "lr": lr, "weight_decay": weight_decay},
         {"params": heads, "lr": head_lr, "weight_decay": 0.0},
@@ -223,7 +246,20 @@ def nscl_groups(
 
 
 class LaterTaskLR(TaskPlugin):
-    """Sets the learning rate of one parameter group from the second experience on."""
+    """Sets the learning rate of one parameter group from the second experience on.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import LaterTaskLR, MultiHeadMLP, nscl_groups, split_digits
+    >>> model, plugin = MultiHeadMLP(), LaterTaskLR(5e-5)
+    >>> optimizer = torch.optim.Adam(nscl_groups(model, lr=1e-4))
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=[plugin])
+    >>> for experience in split_digits().train_stream[:2]:
+    ...     _ = strategy.train(experience)
+    ...     print(optimizer.param_groups[0]["lr"])
+    0.0001
+    5e-05
+    """
 
     STATE = ("experiences",)
 
@@ -231,7 +267,7 @@ class LaterTaskLR(TaskPlugin):
         """Init.
 
         :param rate: the learning rate.
-        :param group: index of the parameter group in the optimizer; 0 is the backbone in ``nscl_groups``.
+        :param group: index of the parameter group in the optimizer. In ``nscl_groups`` 0 is the backbone.
         """
         super().__init__()
         if not rate > 0:

@@ -16,19 +16,31 @@ if TYPE_CHECKING:
 class OWMPlugin(CovariancePlugin):
     """Orthogonal Weight Modification.
 
-    Updates are multiplied by ``P = α (α I + C)⁻¹``, where ``C = A Aᵀ`` is made of the inputs of all experiences so
-    far: a direction with energy ``e`` keeps ``α / (α + e)`` of its update. The published recursion over single inputs
-    converges to the same ``P``; its code runs it on means of batches during training, here the memory is updated after
-    each experience.
+    Updates are multiplied by ``P = α (α I + C)⁻¹``, where ``C = A Aᵀ`` is the uncentred covariance of the inputs of
+    all experiences so far. A direction with energy ``e`` keeps ``α / (α + e)`` of its update.
+
+    The published recursion over single inputs converges to the same ``P``. The published code runs it on batch means
+    during training. Here the memory is updated once after each experience.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import MultiHeadMLP, OWMPlugin, split_digits
+    >>> model, plugin = MultiHeadMLP(), OWMPlugin(alpha=1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=[plugin])
+    >>> _ = strategy.train(split_digits().train_stream[:2])
+    >>> directions, removed = plugin.protected("features.1.weight")
+    >>> bool((removed > 0).all() and (removed < 1).all())  # a soft projection
+    True
     """
 
     def __init__(self, alpha: float = 1.0, n_samples: int | None = None, **options: Unpack[ProjectionOptions]) -> None:
         """Init.
 
-        :param alpha: energy at which half of an update is left, in units of the inputs. Energies are sums over
-            samples, so it has to be seen in proportion to ``n_samples``.
-        :param n_samples: training samples of each experience whose layer inputs enter the memory; None for all.
-        :param options: those of ``GradientProjectionPlugin``.
+        :param alpha: energy of a direction that keeps half of its update. Energies are sums of squared inputs over
+            all samples, so ``alpha`` has to scale with the inputs and with ``n_samples``.
+        :param n_samples: number of training samples per experience whose layer inputs enter the memory; None for all.
+        :param options: options of ``GradientProjectionPlugin``.
         """
         super().__init__(n_samples, **options)
         if not alpha > 0:

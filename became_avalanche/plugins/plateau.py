@@ -1,4 +1,4 @@
-"""The recipes of the gradient projection papers: lower the learning rate on a plateau of the loss."""
+"""The training recipes of the gradient projection papers: lower the learning rate on a plateau of the loss."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from became_avalanche.strategy.weights import restore, snapshot
 
 
 class _Plateau(StatefulPlugin, StageAware):
-    """Lowers the learning rates whenever a loss has not improved for some epochs, and ends each training in time."""
+    """Lowers the learning rates when a loss has not improved for some epochs, and decides when training ends."""
 
     def __init__(self, patience: int, factor: float) -> None:
         super().__init__()
         if patience < 1:
             raise ValueError(f"patience must be at least 1 epoch; got {patience}")
         if not factor > 1:
-            raise ValueError(f"factor divides the learning rate, so it must be above 1; got {factor}")
+            raise ValueError(f"factor must be above 1, because it divides the learning rate; got {factor}")
         self.patience = patience
         self.factor = factor
         self._rates: list[float] = []
@@ -37,7 +37,7 @@ class _Plateau(StatefulPlugin, StageAware):
 
     @property
     def last_loss(self) -> float | None:
-        """The watched loss of the epoch that ended last, or None before the first epoch of a training.
+        """The monitored loss of the last finished epoch, or None before the first epoch of a stage ends.
 
         A plugin that comes later in the list can read it in its ``after_training_epoch``.
         """
@@ -45,39 +45,39 @@ class _Plateau(StatefulPlugin, StageAware):
 
     @abstractmethod
     def loss(self, strategy: SupervisedTemplate) -> float:
-        """The watched loss, after an epoch."""
+        """Return the monitored loss after an epoch."""
 
     @abstractmethod
     def is_last(self, strategy: SupervisedTemplate) -> bool:
-        """Whether training ends on this plateau instead of going on with a lower learning rate."""
+        """Return whether training ends on this plateau instead of continuing with a lower learning rate."""
 
     def improved(self, strategy: SupervisedTemplate) -> None:
-        """Called when the loss is the lowest so far."""
+        """Do something when the loss is the lowest so far. By default nothing happens."""
 
     def ended(self, strategy: SupervisedTemplate) -> None:
-        """Called when a training has ended."""
+        """Do something when training has ended. By default nothing happens."""
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._rates = [group["lr"] for group in strategy.optimizer.param_groups]
         self.on_stage_start(strategy, 1)
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """Start a training: nothing is best yet."""
+        """Reset the best loss, the last loss and the patience."""
         self._best_loss, self._last_loss = inf, None
-        self._left = self.patience
+        self._epochs_left = self.patience
 
     def after_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         loss = self._last_loss = self.loss(strategy)
         ended = strategy.clock.train_exp_epochs == strategy.train_epochs - 1
         if loss < self._best_loss:
-            self._best_loss, self._left = loss, self.patience
+            self._best_loss, self._epochs_left = loss, self.patience
             self.improved(strategy)
         else:
-            self._left -= 1
-            if self._left == 0:
-                self._left = self.patience
+            self._epochs_left -= 1
+            if self._epochs_left == 0:
+                self._epochs_left = self.patience
                 if self.is_last(strategy):
-                    if not ended:  # a stop in the last epoch would end the next experience instead
+                    if not ended:  # stop_training() in the last epoch would stop the next experience instead
                         strategy.stop_training()
                     ended = True
                 else:
@@ -87,18 +87,31 @@ class _Plateau(StatefulPlugin, StageAware):
             self.ended(strategy)
 
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        # groups that a method adds for an experience come last, before or after this plugin has counted
+        # A method such as TRGP may add groups for the time of an experience. They come last, and get no rate here.
         for group, rate in zip(strategy.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
 
 
 class PlateauPlugin(_Plateau, RestoresBest):
-    """Trains until the validation loss has settled, and goes back to the best weights.
+    """Trains until the validation loss stops improving, and restores the best weights.
 
-    After each epoch the loss on the experience of the same index of the benchmark's validation stream is measured. If
-    it has not improved for ``patience`` epochs, the learning rates are divided by ``factor``; when that would bring
-    the first of them below ``lr_min``, or after the strategy's ``train_epochs``, training ends and the weights with
-    the lowest validation loss are restored. With a plugin that trains in stages, each stage is such a training.
+    After each epoch the plugin measures the loss on the validation data of the experience: by default the experience
+    with the same index in the benchmark's validation stream. If the loss has not improved for ``patience`` epochs, the
+    learning rates are divided by ``factor``. Training ends when this would bring the first learning rate below
+    ``lr_min``, or after the strategy's ``train_epochs``. Then the weights with the lowest validation loss are restored.
+
+    With a plugin that trains in stages, such as ``BecameMergePlugin``, this applies to each stage.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import MultiHeadMLP, PlateauPlugin, split_digits
+    >>> model, plugin = MultiHeadMLP(), PlateauPlugin(patience=1, lr_min=0.05)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> options = {"train_mb_size": 16, "train_epochs": 5, "evaluator": None}
+    >>> strategy = Naive(model=model, optimizer=optimizer, plugins=[plugin], **options)
+    >>> _ = strategy.train(split_digits().train_stream[0])
+    >>> plugin.last_loss < 0.69  # validation loss of the last epoch; log(2) is chance level
+    True
     """
 
     def __init__(
@@ -113,20 +126,20 @@ class PlateauPlugin(_Plateau, RestoresBest):
     ) -> None:
         """Init.
 
-        :param patience: epochs without improvement before the learning rate drops.
-        :param factor: by what the learning rate is divided.
-        :param lr_min: training ends instead of going below this learning rate.
-        :param stream: name of the validation stream, which is looked for in the benchmark of the experience, and then
-            in the ``eval_streams`` of ``train``.
-        :param valid: the validation data itself: a stream or a list with an experience or dataset for each experience
-            of the training stream, or one dataset for all of them. The streams of Avalanche's
-            ``benchmark_with_validation_stream`` and ``benchmark_from_datasets`` do not know their benchmark and have to
-            be passed here.
-        :param batch_size: batch size of the validation pass.
+        :param patience: number of epochs without improvement before the learning rate is lowered.
+        :param factor: the learning rate is divided by this number.
+        :param lr_min: training ends when the learning rate would fall below this value.
+        :param stream: name of the validation stream. The plugin looks for it in the benchmark of the experience, and
+            then in the ``eval_streams`` that were passed to ``train``.
+        :param valid: the validation data themselves: a stream or list with one experience or dataset per experience of
+            the training stream, or one dataset for all experiences. This is needed for benchmarks from Avalanche's
+            ``benchmark_with_validation_stream`` and ``benchmark_from_datasets``, whose streams do not know their
+            benchmark, unless ``eval_streams`` has the validation stream.
+        :param batch_size: batch size for the validation loss.
         """
         super().__init__(patience, factor)
         if not lr_min > 0:
-            raise ValueError(f"lr_min must be above 0, or training would never end; got {lr_min}")
+            raise ValueError(f"lr_min must be above 0, because the learning rate never falls below 0; got {lr_min}")
         self.lr_min = lr_min
         self.stream = stream
         self.valid = valid
@@ -136,7 +149,7 @@ class PlateauPlugin(_Plateau, RestoresBest):
 
     @contextmanager
     def keeping_last(self) -> Iterator[None]:
-        """A context in which a stage ends with the weights of its last step."""
+        """Return a context in which a stage ends with its last weights instead of its best ones."""
         before, self._keep_last = self._keep_last, True
         try:
             yield
@@ -157,7 +170,7 @@ class PlateauPlugin(_Plateau, RestoresBest):
 
     @torch.no_grad()
     def loss(self, strategy: SupervisedTemplate) -> float:
-        """Mean loss over the validation data."""
+        """Return the mean loss over the validation data."""
         total, samples = 0.0, 0
         for dataset in self._datasets:
             with data_pass(strategy, dataset, self.batch_size) as batches:
@@ -175,18 +188,21 @@ class PlateauPlugin(_Plateau, RestoresBest):
 
     def ended(self, strategy: SupervisedTemplate) -> None:
         if not self._best_weights:
-            raise DivergenceError("the validation loss was not a number in any epoch")
+            raise DivergenceError("the validation loss was NaN or infinite in every epoch")
         if not self._keep_last:
             restore(strategy, self._best_weights)
 
     def _validation_data(self, strategy: SupervisedTemplate, experience: Any) -> AvalancheDataset:
-        """The validation data of the experience of the training stream."""
+        """Return the validation data for this experience of the training stream."""
         index = experience.current_experience
         if isinstance(self.valid, AvalancheDataset):
             return self.valid
         if self.valid is not None:
             if index >= len(self.valid):
-                raise ValueError(f"valid has data for {len(self.valid)} experiences, but experience {index} is trained")
+                raise ValueError(
+                    f"valid has data for {len(self.valid)} experiences, but got experience {index} to train; pass data "
+                    "for each experience"
+                )
             return getattr(self.valid[index], "dataset", self.valid[index])
         benchmark = getattr(experience._origin_stream, "benchmark", None)
         streams = {} if benchmark is None else benchmark.streams
@@ -195,28 +211,44 @@ class PlateauPlugin(_Plateau, RestoresBest):
         for other in chain.from_iterable(strategy._eval_streams or ()):
             if (other.origin_stream.name, other.current_experience) == (self.stream, index):
                 return other.dataset
-        known = f"the benchmark has only {', '.join(sorted(streams))}" if streams else "the stream knows no benchmark"
+        found = (
+            f"the benchmark has only the streams {', '.join(sorted(streams))}"
+            if streams
+            else "the training stream does not know its benchmark"
+        )
         raise ValueError(
-            f"PlateauPlugin needs a stream {self.stream!r} with validation data, but {known}; pass the data as "
-            "PlateauPlugin(valid=...): avalanche's benchmark_with_validation_stream makes a valid_stream"
+            f"PlateauPlugin needs a stream {self.stream!r} with validation data, but {found}; pass the data as "
+            "PlateauPlugin(valid=...), for example a valid_stream from Avalanche's benchmark_with_validation_stream"
         )
 
 
 class TrainingPlateauPlugin(_Plateau):
-    """Trains until the training loss has settled, which needs no validation data: the recipe of Adam-NSCL in the paper.
+    """Trains until the training loss stops improving: the paper's recipe for Adam-NSCL. It needs no validation data.
 
-    If the mean loss over an epoch's batches, penalties included, has not improved for ``patience`` epochs, the learning
-    rates are divided by ``factor``; when that happens for the ``plateaus``-th time, or after the strategy's
-    ``train_epochs``, training ends with the weights that it has. With a plugin that trains in stages, each stage is
-    such a training.
+    The monitored loss is the mean training loss over an epoch, including penalties. If it has not improved for
+    ``patience`` epochs, the learning rates are divided by ``factor``. Training ends when this happens for the
+    ``plateaus``-th time, or after the strategy's ``train_epochs``. The weights stay as they are then.
+
+    With a plugin that trains in stages, such as ``BecameMergePlugin``, this applies to each stage.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import MultiHeadMLP, TrainingPlateauPlugin, split_digits
+    >>> model, plugin = MultiHeadMLP(), TrainingPlateauPlugin(patience=1, plateaus=1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> options = {"train_mb_size": 16, "train_epochs": 5, "evaluator": None}
+    >>> strategy = Naive(model=model, optimizer=optimizer, plugins=[plugin], **options)
+    >>> _ = strategy.train(split_digits().train_stream[0])
+    >>> plugin.last_loss < 0.69  # training loss of the last epoch; log(2) is chance level
+    True
     """
 
     def __init__(self, patience: int = 3, factor: float = 2.0, plateaus: int = 3) -> None:
         """Init.
 
-        :param patience: epochs without improvement before the learning rate drops.
-        :param factor: by what the learning rate is divided.
-        :param plateaus: training ends at this plateau.
+        :param patience: number of epochs without improvement before the learning rate is lowered.
+        :param factor: the learning rate is divided by this number.
+        :param plateaus: number of plateaus after which training ends.
         """
         super().__init__(patience, factor)
         if plateaus < 1:
@@ -225,23 +257,23 @@ class TrainingPlateauPlugin(_Plateau):
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
         super().on_stage_start(strategy, stage)
-        self._met = 0
+        self._plateaus_met = 0
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._total, self._samples = torch.zeros((), dtype=torch.float64, device=strategy.device), 0
 
     def after_training_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         size = len(strategy.mb_y)
-        self._total += size * strategy.loss.detach().double().sum()  # read once an epoch, not to wait for a device
+        self._total += size * strategy.loss.detach().double().sum()  # summed on the device, read once per epoch
         self._samples += size
 
     def loss(self, strategy: SupervisedTemplate) -> float:
-        """Mean loss over the batches of the epoch."""
+        """Return the mean training loss over the epoch."""
         loss = float(self._total) / self._samples
         if loss != loss:
-            raise DivergenceError("the training loss is not a number")
+            raise DivergenceError("the training loss is NaN")
         return loss
 
     def is_last(self, strategy: SupervisedTemplate) -> bool:
-        self._met += 1
-        return self._met == self.plateaus
+        self._plateaus_met += 1
+        return self._plateaus_met == self.plateaus

@@ -1,4 +1,4 @@
-"""The life cycle that all gradient projection plugins share."""
+"""Base class of all gradient projection plugins."""
 
 from __future__ import annotations
 
@@ -40,31 +40,47 @@ class ProjectionOptions(TypedDict, total=False):
 
 
 class GradientProjectionPlugin(TaskPlugin, Suspendable):
-    """Keeps the outputs of a model's layers on the inputs of earlier experiences where they are.
+    """Keeps the outputs of a model's layers unchanged on the inputs of earlier experiences.
 
-    After each experience the method stores, per layer, which input directions matter (``update_memory``). In later
-    experiences these directions (``protected``) are removed from what the optimizer does to the layer's weight.
+    After each experience the method stores the important input directions of each layer (``update_memory``). In later
+    experiences these directions (``protected``) are removed from the updates of the layer's weight.
 
-    Layers are found by module type: Linear, convolutions, attention, embeddings and recurrent layers; weights that
-    ``F.linear`` uses are found in a forward pass. What cannot be protected is named in a warning. Task heads
-    (``MultiHeadClassifier``) are left out. Of a single head that grows (``IncrementalClassifier``) the outputs that
-    earlier experiences have trained are protected. Parameters of normalisation layers are frozen after the first
-    experience; their running statistics keep updating, which is a source of drift: see
-    ``RunningStatistics``.
+    **Layers.** Protected layers are found by module type: Linear, convolutions, attention, embeddings and recurrent
+    layers. Weights that the model passes to ``F.linear`` are found in a forward pass. A warning names everything that
+    cannot be protected. Task heads (``MultiHeadClassifier``) are not protected. In a single head that grows
+    (``IncrementalClassifier``), the outputs that earlier experiences have trained are protected. Parameters of
+    normalisation layers are frozen after the first experience. Their running statistics keep updating, which makes
+    outputs of old tasks drift: see ``RunningStatistics``.
 
-    The promise holds with any optimizer. Under SGD the gradient is projected, weight decay included; under any other
-    optimizer the update is, since adaptive steps leave the subspace that the gradient lies in. Optimizer state does not
-    survive from one experience to the next.
+    **Optimizers.** The protection holds with any optimizer. Under SGD the gradient and the weight decay are projected.
+    Under any other optimizer the update is projected, because adaptive steps leave the subspace of the gradient. The
+    optimizer state is reset before each experience.
 
-    **Writing a method.** A subclass implements ``update_memory`` and ``protected``. If it needs more of the life cycle,
-    it overrides ``observe`` (what the memory is made of: by default the inputs of the layers), ``projector`` (what is
-    done to an update), or ``freezes_normalisation``. If it trains parameters of its own, it also inherits from
+    **Writing a method.** A subclass implements ``update_memory`` and ``protected``. It can also override ``observe``
+    (the data that the memory is computed from, by default the inputs of the layers), ``projector`` (the function that
+    projects an update), and ``freezes_normalisation``. If it trains parameters outside the model, it also inherits from
     ``OwnsParameters``. During an experience, from ``before_training_exp`` to ``after_training_exp``, it can use
 
     - ``layers``: the protected layers by the name of their weight, their biases, and the normalisation parameters;
-    - ``parts(name)`` and ``groups(name)``: which parameters form the rows of a layer, and in how many groups;
+    - ``parts(name)`` and ``groups(name)``: the parameters that form the rows of a layer, and the number of groups;
     - ``layer_inputs(...)``: the inputs of all layers in a pass over the experience;
     - ``gradient_rows(...)``: the gradients of all layers, as rows.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import GradientProjectionPlugin, MultiHeadMLP, split_digits
+    >>> class MeanPlugin(GradientProjectionPlugin):
+    ...     def update_memory(self, name, observed):  # protect the strongest input direction of the task
+    ...         energies, vectors = observed.residual_spectrum(observed.empty_basis())
+    ...         self.memory[name] = {"basis": vectors[..., :1]}
+    ...     def protected(self, name):
+    ...         return self.memory[name]["basis"], None
+    >>> model, plugin = MultiHeadMLP(), MeanPlugin()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=[plugin])
+    >>> _ = strategy.train(split_digits().train_stream[:2])
+    >>> plugin.ranks()
+    {'features.1.weight': 1, 'features.3.weight': 1}
     """
 
     freezes_normalisation: ClassVar[bool] = True
@@ -84,13 +100,13 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     ) -> None:
         """Init.
 
-        :param n_samples: training samples of each experience whose layer inputs enter the memory; None for all.
+        :param n_samples: number of training samples per experience whose layer inputs enter the memory; None for all.
         :param bias: what happens to the biases of protected layers after the first experience. "freeze" keeps them
             fixed; "augment" protects them together with the weight, as the weight of a constant input 1; "free" lets
             them train, unprotected.
-        :param exclude: names of modules to leave alone, with everything below them, or of parameters.
-        :param freeze: names of modules or parameters that train in the first experience only: constants such as a class
-            token, which no projection can protect.
+        :param exclude: names of modules or parameters to leave unprotected. A module includes all its submodules.
+        :param freeze: names of modules or parameters that train in the first experience only. Use it for constants
+            such as a class token, which no projection can protect.
         :param strict: raise an error, instead of a warning, if the model has parameters that cannot be protected.
         :param verbose: print ``report()`` once, after the first experience.
         """
@@ -98,10 +114,10 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if n_samples is not None and n_samples < 1:
             raise ValueError(f"n_samples must be at least 1, or None for all training samples; got {n_samples}")
         if bias not in ("freeze", "augment", "free"):
-            raise ValueError(f"bias must be 'freeze', 'augment' or 'free'; got {bias!r}")
+            raise ValueError(f"bias must be one of: 'freeze', 'augment', 'free'; got {bias!r}")
         for option, chosen in (("exclude", exclude), ("freeze", freeze)):
             if isinstance(chosen, str):
-                raise ValueError(f"{option} takes a list of names; got the string {chosen!r}, write [{chosen!r}]")
+                raise ValueError(f"{option} must be a list of names; got the string {chosen!r}: write [{chosen!r}]")
         self.n_samples = n_samples
         self.bias = bias
         self.exclude = tuple(exclude)
@@ -110,9 +126,9 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self.verbose = verbose
 
         self.experiences = 0
-        """Experiences in memory."""
+        """Number of experiences in the memory."""
         self.memory: dict[str, dict[str, Tensor]] = {}
-        """What the method remembers of each layer: weight name -> name -> tensor."""
+        """Tensors that the method stores for each layer: weight name -> tensor name -> tensor."""
 
         self._suspensions = 0
         self._warned: set[str] = set()
@@ -123,52 +139,56 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self._guards: list[Guard] = []
         self._saw_update = False
         self._statistics: Statistics = {}
-        self._forget_experience()
+        self._clear_experience()
 
     @abstractmethod
     def update_memory(self, name: str, observed: InputMatrix) -> None:
-        """Add what was observed of the layer with weight ``name`` in the experience to ``self.memory``."""
+        """Update ``self.memory[name]`` with the result of ``observe`` for the layer with weight ``name``."""
 
     @abstractmethod
     def protected(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """The input directions of the layer with weight ``name`` that the memory protects, and how much.
+        """Return the protected input directions of the layer with weight ``name``, and the fraction to remove.
 
         :param name: a key of ``self.memory``.
-        :return: orthonormal columns (groups, d, r), where zero columns count for nothing, and the fraction (groups, r)
-            of an update that is removed along each of them; None for all of it.
+        :return: orthonormal columns (groups, d, r), where zero columns are padding; and the fraction (groups, r) of an
+            update that is removed along each column, or None to remove all of it.
         """
 
     def projector(self, name: str) -> Callable[[Tensor], Tensor]:
-        """What to apply to the rows (groups, out, d) of a gradient or update of the weight ``name``."""
+        """Return the function that projects rows (groups, out, d) of a gradient or update of the weight ``name``."""
         return Projector.away_from(*self.protected(name))
 
     def observe(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, InputMatrix]:
-        """What ``update_memory`` gets of each layer at the end of an experience: its inputs."""
-        batch_size = max(strategy.train_mb_size, 128)  # the usual n_samples pass as one batch, as in the references
+        """Return what ``update_memory`` receives for each layer after an experience: by default the layer's inputs."""
+        batch_size = max(strategy.train_mb_size, 128)  # 125 samples fit into one batch, as in the published codes
         inputs = self.layer_inputs(strategy, batch_size, num_workers)
         layers = self.layers.protected
         unseen = [name for name, users in layers.items() if name not in inputs and users[0].weight.grad is not None]
-        self._complain(unseen, "were trained but never called as modules, so their inputs are unknown")
+        self._warn_unprotected(unseen, "were trained but never called as modules, so their inputs are unknown")
         return inputs
 
     def single_precision(self) -> bool:
-        """Whether products of inputs in float32 are good enough: they change energies by up to 1e-5 of the total."""
+        """Return whether float32 is accurate enough for products of inputs (errors up to 1e-5 of the total energy)."""
         return False
 
     # ------------------------------------------------------------------------------------- for methods, read only
 
     def parts(self, name: str) -> list[str]:
-        """The parameters that are protected together with the weight ``name``: itself, and its bias if augmented."""
+        """Return the parameters protected as one matrix: the weight ``name``, and its bias with ``bias="augment"``."""
         return [name, *self.layers.biases[name]] if name in self._augmented else [name]
 
     def groups(self, name: str) -> int:
-        """Number of groups of the layer with weight ``name``: that of a grouped convolution, otherwise 1."""
+        """Return the number of groups of the layer with weight ``name``.
+
+        It is 1 for most layers, the groups of a convolution, 3 for attention that holds queries, keys and values in one
+        weight, and the number of rows of an embedding.
+        """
         return self.layers.protected[name][0].groups
 
     def layer_inputs(
         self, strategy: SupervisedTemplate, batch_size: int, num_workers: int, *, batch_mean: bool = False
     ) -> dict[str, InputMatrix]:
-        """The inputs of each layer in a pass over the experience."""
+        """Return the inputs of each layer in a pass over the experience."""
         dataset, other_uses = strategy.experience.dataset, dict[str, str]()
         with (
             data_pass(strategy, dataset, batch_size, self.n_samples, num_workers) as batches,
@@ -183,11 +203,13 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             for _ in batches:
                 pass
         uses = [f"{name} (by {function})" for name, function in other_uses.items() if name in inputs]
-        self._complain(uses, "are also used outside their modules, on inputs that are unknown", "protects the rest")
+        self._warn_unprotected(
+            uses, "are also used outside their modules, on inputs that are unknown", "protects only the known inputs"
+        )
         return inputs
 
     def gradient_rows(self, strategy: SupervisedTemplate, num_workers: int) -> dict[str, Tensor]:
-        """The gradient of the mean loss over ``n_samples`` of the experience, as rows, of the layers that have one."""
+        """Return the gradients of the mean loss over ``n_samples``, as rows, for all layers that have a gradient."""
         parameters = dict(strategy.model.named_parameters())
         parts = {name: self.parts(name) for name in self.layers.protected}
         wanted = {part: parameters[part] for names in parts.values() for part in names}
@@ -202,25 +224,26 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     # ------------------------------------------------------------------------------------------------ public state
 
     def remembered(self) -> Collection[str]:
-        """The weights that the memory protects."""
+        """Return the names of the weights in the memory."""
         return self.memory
 
     def reset(self) -> None:
-        """Forget everything, as if newly made: for a run with another model."""
+        """Reset the plugin to its initial state, for a run with another model."""
         super().reset()
         self._warned.clear()
-        self._forget_experience()
+        self._clear_experience()
 
     def ranks(self) -> dict[str, int]:
-        """The number of input directions in which updates of each layer are reduced, fully or in part.
+        """Return the number of protected input directions of each layer, by the name of its weight.
 
-        The keys are the names of the weights. For a grouped convolution it is the sum over the groups. The methods
-        differ in what these directions are:
+        Directions count if updates along them are removed completely or in part. For a grouped convolution the number
+        is the sum over the groups. The directions depend on the method:
 
-        - GPM and SGP: the basis; TRGP: the protected part of its directions;
-        - GPCNS: the common directions of the old gradients that count in the next experience;
+        - GPM and SGP: the basis;
+        - TRGP: the protected part of its directions;
+        - GPCNS: the shared directions of the old gradients with an importance above 0;
         - NSCL: all directions outside the approximate null space;
-        - OWM: the rank of the covariance of the inputs.
+        - OWM: all directions in which the covariance of the inputs is not zero.
         """
         result = {}
         for name in self.memory:
@@ -230,39 +253,42 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         return result
 
     def report(self) -> ProjectionReport:
-        """Which parameters of the model are protected, frozen and free in the next experience; ``print`` shows it."""
+        """Return which parameters of the model are protected, frozen and free in the next experience, for ``print``."""
         model = None if self._owner is None else self._owner()
         if model is None:
-            raise ValueError("a report is about a model, and this plugin has none: train it first")
-        layers = self._found_layers(model)
+            raise ValueError(
+                f"{type(self).__name__} has nothing to report, because it has no model, or the model no longer exists: "
+                "train it first, and keep a reference to the model"
+            )
+        layers = self._find_layers(model)
         layers.biases.update(self._bare_biases)
         parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        present, _ = renamed(self.memory, parameters)  # a wrapper may have renamed what the memory is keyed by
+        present, _ = renamed(self.memory, parameters)  # a wrapper may have renamed the keys of the memory
         ranks = {present.get(name, name): rank for name, rank in self.ranks().items()}
         dimensions = {present.get(name, name): self.protected(name)[0].shape[:2] for name in self.memory}
         bases = {name: (ranks[name], dimensions[name].numel()) for name in ranks if name in parameters}
-        together = _trainable_together(model, layers.biases) if self.bias == "augment" else set()
-        protected = {*bases, *(bias for name in together & bases.keys() for bias in layers.biases[name])}
-        stopped = set(chain.from_iterable(layers.constants.get(name, []) for name in bases))
-        stopped |= {bias for name in bases.keys() - together for bias in layers.biases.get(name, [])}
+        augmented = _augmentable(model, layers.biases) if self.bias == "augment" else set()
+        protected = {*bases, *(bias for name in augmented & bases.keys() for bias in layers.biases[name])}
+        frozen = set(chain.from_iterable(layers.constants.get(name, []) for name in bases))
+        frozen |= {bias for name in bases.keys() - augmented for bias in layers.biases.get(name, [])}
         if self.bias == "free":
-            stopped = set()
+            frozen = set()
         if self.experiences and self.freezes_normalisation:
-            stopped |= set(layers.normalisation)
+            frozen |= set(layers.normalisation)
         if self.experiences:
-            stopped |= {name for name in parameters if is_below(name, self.freeze)}
+            frozen |= {name for name in parameters if is_below(name, self.freeze)}
         return ProjectionReport(
             plugin=type(self).__name__,
             experiences=self.experiences,
             bases=bases,
-            frozen=[name for name in parameters if name in stopped - protected],
-            free=[name for name in parameters if name not in stopped | protected],
+            frozen=[name for name in parameters if name in frozen - protected],
+            free=[name for name in parameters if name not in frozen | protected],
             memory_bytes=self.memory_bytes(),
         )
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context in which nothing is projected or frozen."""
+        """Return a context in which nothing is projected or frozen."""
         self._suspensions += 1
         try:
             yield
@@ -273,13 +299,13 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
     def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         super().before_train_dataset_adaptation(strategy, **kwargs)
-        _refuse_heads_without_a_group(strategy)
+        _refuse_ambiguous_head_groups(strategy)
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
-        self._forget_experience()
+        self._clear_experience()
         self.layers = self._map_layers(strategy)
         if self.bias == "augment":
-            self._augmented = _trainable_together(strategy.model, self.layers.biases)
+            self._augmented = _augmentable(strategy.model, self.layers.biases)
         strategy.make_optimizer(reset_optimizer_state=True)
         parameters = dict(strategy.model.named_parameters())
         self._warn_if_all_will_freeze(parameters)
@@ -290,7 +316,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if self.freezes_normalisation:
             frozen.update(dict.fromkeys(self.layers.normalisation))
         for name in self.layers.protected:
-            if name not in self.memory:  # new, or not used so far
+            if name not in self.memory:  # a new layer, or one that no experience has used
                 continue
             outputs = self._old_outputs(name, parameters[name])
             if self.bias != "free":
@@ -305,7 +331,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         for guard in self._guards:
-            guard.note_epoch()
+            guard.start_epoch()
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         guards = [guard for guard in self._guards if guard.in_backward]
@@ -337,7 +363,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     @torch.no_grad()
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if continues(kwargs):
-            self._forget_experience()
+            self._clear_experience()
             return
         self._warn_of_unseen_updates(strategy)
         refuse_divergence("the loss of the last batch", torch.as_tensor(strategy.loss))
@@ -346,7 +372,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         with self.timed("memory"):
             observations = self.observe(strategy, kwargs.get("num_workers", 0))
             for name, observed in observations.items():
-                refuse_divergence(f"what was observed of {name}", observed.energy())
+                refuse_divergence(f"the energy of {name}", observed.energy())
             outputs = trained_outputs(strategy.model, strategy.experience)
             for name, observed in observations.items():
                 weight = self.layers.protected[name][0].weight
@@ -357,23 +383,23 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
                     self.memory[name] = {**self.memory[name], "outputs": trained}
                 self.memory[name] = stored_like(self.memory[name], weight)
         self.experiences += 1
-        self._warn_of_statistics(strategy)
-        self._forget_experience()
+        self._warn_of_drifted_statistics(strategy)
+        self._clear_experience()
         if self.verbose and self.experiences == 1:
             print(self.report())
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _forget_experience(self) -> None:
+    def _clear_experience(self) -> None:
         self.layers = LayerMap()
         self._augmented = set()
         self._saw_update, self._statistics = False, {}
         for guard in self._guards:
-            guard.leave_forward()  # in place if the model failed in its forward pass
+            guard.leave_forward()  # still entered if the forward pass of the model raised an error
         self._guards = []
 
     def _warn_if_all_will_freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Say once if only parameters train that are frozen after the first experience."""
+        """Warn once if the plugin will freeze everything that trains outside the heads."""
         frozen = list(self.layers.normalisation) if self.freezes_normalisation else []
         if self.bias != "free":
             frozen += [bias for biases in self.layers.biases.values() for bias in biases]
@@ -382,14 +408,14 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             return
         self._warned.add("")
         warnings.warn(
-            f"only biases and parameters of normalisation layers train outside the heads ({training[0]}, ...), which "
-            f"{type(self).__name__} freezes after the first experience: later ones will train the heads alone; "
-            "bias='free' lets biases train, unprotected, and exclude lets all parameters of a module",
+            f"only biases and normalisation parameters train outside the heads ({training[0]}, ...), and "
+            f"{type(self).__name__} freezes them after the first experience: later experiences will train only the "
+            "heads; to train them unprotected, use bias='free' for biases, or name their modules in exclude",
             stacklevel=3,
         )
 
-    def _warn_of_statistics(self, strategy: SupervisedTemplate) -> None:
-        """Say once if running statistics have moved far enough to change what old tasks compute."""
+    def _warn_of_drifted_statistics(self, strategy: SupervisedTemplate) -> None:
+        """Warn once if running statistics have moved so far that the outputs of old tasks change."""
         drift = drift_of(self._statistics, statistics_of(strategy.model))
         moved = {name: value for name, value in drift.items() if value > 0.5}
         if not moved or any(isinstance(plugin, RunningStatistics) for plugin in strategy.plugins):
@@ -398,70 +424,73 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if "running statistics" not in self._warned:
             self._warned.add("running statistics")
             warnings.warn(
-                f"the running statistics of {len(moved)} normalisation layers have drifted, those of {worst} by "
-                f"{moved[worst]:.1f} standard deviations, so the outputs of old tasks have moved; put "
-                "RunningStatistics() into the list of plugins to keep them",
+                f"the running statistics of {len(moved)} normalisation layers have drifted (most in {worst}: by "
+                f"{moved[worst]:.1f} standard deviations), which changes the outputs of old tasks; add "
+                "RunningStatistics() to the list of plugins to prevent this",
                 stacklevel=3,
             )
 
     def _warn_of_unseen_updates(self, strategy: SupervisedTemplate) -> None:
+        """Warn if the model was trained without the callbacks in which this plugin projects."""
         trained = strategy.clock.train_exp_iterations > 0 or not has_weights(strategy.model, self._weights)
         if self._guards and not self._saw_update and trained:
             warnings.warn(
                 f"{type(strategy).__name__} has trained without calling before_update and after_update of its plugins, "
-                f"so {type(self).__name__} could not protect anything",
+                f"so {type(self).__name__} could not protect anything in this experience",
                 stacklevel=3,
             )
 
     def _old_outputs(self, name: str, weight: Tensor) -> Tensor | None:
-        """Which outputs of a single growing head earlier tasks have trained; None for any other layer."""
+        """Return a mask of the outputs of a growing head that earlier tasks have trained; None for any other layer."""
         old = self.memory.get(name, {}).get("outputs")
         return None if old is None else torch.cat([old, old.new_zeros(len(weight) - len(old))])
 
     def _map_layers(self, strategy: SupervisedTemplate) -> LayerMap:
+        """Return the layers to protect, after checking the names in options and warning of unprotected parameters."""
         model = strategy.model
         names = [*dict(model.named_modules()), *dict(model.named_parameters())]
         for option, chosen in (("exclude", self.exclude), ("freeze", self.freeze)):
             for name in chosen:
                 if name not in names:
                     hint = suggestion(name, filter(None, names))
-                    raise ValueError(f"{option} names {name!r}, which the model does not have; {hint}")
-        layers = self._found_layers(model)
+                    raise ValueError(f"the model has no module or parameter {name!r}, which {option} names; {hint}")
+        layers = self._find_layers(model)
         if layers.matrices:
             with data_pass(strategy, strategy.experience.dataset, 2, 2) as batches, seen_matrices(layers):
                 for _ in batches:
                     pass
         self._bare_biases = {name: layers.biases[name] for name in layers.matrices if name in layers.biases}
         labels = list(dict.fromkeys(layers.unprotectable.values()))
-        self._complain(labels, "have parameters of a kind that cannot be protected")
+        self._warn_unprotected(labels, "have parameters of a kind that cannot be protected")
         if not layers.protected:
             raise ValueError(
-                f"{type(self).__name__} found nothing to protect in {type(model).__name__}: it has no layer "
-                "of a known kind outside its task heads and the excluded modules"
+                f"{type(self).__name__} found nothing to protect in {type(model).__name__}: the model has no layer "
+                "of a supported type outside its task heads, exclude and freeze"
             )
         return layers
 
-    def _found_layers(self, model: nn.Module) -> LayerMap:
-        """The layers of the model outside its task heads and the modules that a user has named."""
+    def _find_layers(self, model: nn.Module) -> LayerMap:
+        """Return the layers of the model outside its task heads, ``exclude`` and ``freeze``."""
         return map_layers(model, skip=[*task_heads(model), *self.exclude, *self.freeze])
 
-    def _complain(self, names: list[str], what: str, outcome: str = "lets them train freely") -> None:
-        """Say once of each name that it is not protected."""
-        fresh = [name for name in names if name not in self._warned]
-        if not fresh:
+    def _warn_unprotected(self, names: list[str], why: str, outcome: str = "lets them train freely") -> None:
+        """Warn once about each name that is not protected, or raise a ValueError with ``strict=True``."""
+        new = [name for name in names if name not in self._warned]
+        if not new:
             return
-        message = f"{', '.join(fresh)} {what}: {type(self).__name__} {outcome}"
+        message = f"{', '.join(new)} {why}: {type(self).__name__} {outcome}"
         if self.strict:
             raise ValueError(f"{message}; name them in freeze or exclude, or leave out strict=True to accept this")
-        self._warned.update(fresh)
+        self._warned.update(new)
         warnings.warn(
-            f"{message}; name them in freeze to fix them after the first experience, or in exclude to silence this",
+            f"{message}; name them in freeze to fix them after the first experience, or in exclude to silence this "
+            "warning",
             stacklevel=3,
         )
 
 
 def stored_like(memory: dict[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
-    """The memory of a layer on the device of its weight, with floating-point tensors in the weight's dtype."""
+    """Move the memory of a layer to the device of its weight, with floating-point tensors in the weight's dtype."""
     return {
         key: tensor.to(weight.device, weight.dtype if tensor.is_floating_point() else tensor.dtype)
         for key, tensor in memory.items()
@@ -474,14 +503,14 @@ def refuse_divergence(name: str, values: Tensor) -> None:
         raise DivergenceError(f"{name} is not finite")
 
 
-def _trainable_together(model: nn.Module, biases: dict[str, list[str]]) -> set[str]:
-    """The weights that train together with the one bias that they have."""
+def _augmentable(model: nn.Module, biases: dict[str, list[str]]) -> set[str]:
+    """Return the weights that can be protected together with their bias: both train, and there is one bias."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {weight for weight, own in biases.items() if len(own) == 1 and {weight, *own} <= trainable}
 
 
-def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:
-    """Raise a ValueError if Avalanche could not tell into which parameter group a new head belongs."""
+def _refuse_ambiguous_head_groups(strategy: SupervisedTemplate) -> None:
+    """Raise a ValueError if it is ambiguous to which parameter group Avalanche adds the next head."""
     groups = strategy.optimizer.param_groups
     for name, module in growing_heads(strategy.model).items():
         if len(groups) == 1:
@@ -491,6 +520,6 @@ def _refuse_heads_without_a_group(strategy: SupervisedTemplate) -> None:
         if len(homes) != 1:
             raise ValueError(
                 f"the optimizer has {len(groups)} parameter groups, and the parameters of the head {name!r} are in "
-                f"{homes or 'none'} of them: Avalanche could not tell where those of the next task belong. Put all of "
-                f"them into one group, as with {{'params': model.{name}.parameters()}}"
+                f"{f'groups {homes}' if homes else 'none of them'}, so Avalanche cannot tell which group the head of "
+                f"the next task belongs to; put the head into one group: {{'params': model.{name}.parameters()}}"
             )

@@ -1,4 +1,4 @@
-"""What a projection plugin does to a model, for people to read."""
+"""A readable summary of what a projection plugin does to a model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProjectionReport:
-    """What a projection plugin does to the trainable parameters of a model in the next experience."""
+    """Says which trainable parameters a projection plugin protects, freezes and leaves free in the next experience.
+
+    ``plugin.report()`` returns it, and ``print`` shows it with one line per parameter.
+
+    >>> from became_avalanche import ProjectionReport
+    >>> print(ProjectionReport("GPMPlugin", 1, {"layer.weight": (12, 64)}, ["layer.bias"], ["head.weight"], 6144))
+    GPMPlugin after 1 experience, 0.01 MiB
+      protected  layer.weight  12 of 64 directions
+      frozen     layer.bias
+      free       head.weight
+    """
 
     plugin: str
-    """Name of its class."""
+    """Class name of the plugin."""
     experiences: int
-    """Experiences in memory."""
+    """Number of experiences in the memory."""
     bases: dict[str, tuple[int, int]]
-    """Protected weight -> in how many input directions updates are reduced, of how many."""
+    """Protected weight -> number of protected input directions, and number of all input directions."""
     frozen: list[str]
     """Parameters that do not train: biases of protected layers, and normalisation parameters."""
     free: list[str]
-    """Parameters that train freely: heads of single tasks, excluded modules, what cannot be protected or is new."""
+    """Parameters that train freely: task heads, excluded modules, new layers, and everything unprotectable."""
     memory_bytes: int
-    """Bytes of all tensors that the plugin holds."""
+    """Bytes of all tensors in the plugin's memory."""
 
     def __str__(self) -> str:
         head = f"{self.plugin} after {self.experiences} experience{'' if self.experiences == 1 else 's'}"

@@ -17,19 +17,30 @@ if TYPE_CHECKING:
 
 
 class SGPPlugin(GPMPlugin):
-    """Scaled Gradient Projection: GPM that lets go of directions that matter little.
+    """Scaled Gradient Projection: GPM that lets unimportant directions train in part.
 
     Each basis vector ``u_j`` of GPM has an importance that grows with every experience in which inputs lie along it:
     ``λ_j <- min(1, λ_j + φ(s_j))`` with ``s_j = ‖Aᵀ u_j‖`` and ``φ(s) = (α + 1) s / (α s + max s)``. Updates are
     scaled: ``G <- G − G U diag(λ) Uᵀ``.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import MultiHeadMLP, SGPPlugin, split_digits
+    >>> model, plugin = MultiHeadMLP(), SGPPlugin(alpha=10)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=[plugin])
+    >>> _ = strategy.train(split_digits().train_stream[:2])
+    >>> basis, importance = plugin.protected("features.1.weight")
+    >>> round(float(importance.max()), 2)  # the most important direction does not train at all
+    1.0
     """
 
     def __init__(self, alpha: float = 10, **options: Unpack[ThresholdOptions]) -> None:
         """Init.
 
-        :param alpha: how fast importance saturates with the strength of a direction, from 0 (proportional) to inf
-            (all alike, which is GPM).
-        :param options: those of ``GPMPlugin``.
+        :param alpha: how fast importance saturates with ``s``: 0 makes it proportional to ``s``; inf gives all
+            directions importance 1, which is GPM.
+        :param options: options of ``GPMPlugin``.
         """
         super().__init__(**options)
         if not alpha >= 0:
@@ -41,7 +52,7 @@ class SGPPlugin(GPMPlugin):
         super().update_memory(name, observed)
         memory = self.memory[name]
         now = importance(observed.energy_along(memory["basis"]).sqrt(), self.alpha)
-        if old is not None:  # old vectors stand first
+        if old is not None:  # old vectors come first
             before = old["importance"].double()
             now = (now + F.pad(before, (0, now.shape[-1] - before.shape[-1]))).clamp(max=1)
         memory["importance"] = now

@@ -1,4 +1,4 @@
-"""What the running statistics of normalisation layers do after the first experience."""
+"""Keeps running statistics of normalisation layers from drifting away from old tasks, and measures the drift."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ from torch import Tensor, nn
 from became_avalanche.strategy.tasks import TaskPlugin, continues
 
 Statistics = dict[str, Tensor]
-"""Running means, variances and counters, by the name of the buffer."""
+"""Running means, variances and batch counters, by buffer name."""
 
 
 class RunningStatistics(TaskPlugin):
     """Keeps the running statistics of batch and instance normalisation from drifting away from old tasks.
 
-    Gradient projection protects weights. Running means and variances are no weights: every forward pass in training
-    moves them towards the inputs of the current task, and the outputs of old tasks move with them. Put this plugin into
-    the list, beside a projection plugin or without one:
+    Gradient projection protects weights, but running means and variances are not weights. Every forward pass in
+    training moves them towards the inputs of the current task, which changes the outputs of old tasks. This plugin
+    prevents that, with or without a projection plugin in the list:
 
-    - ``"freeze"``: after the first experience the statistics stay, and layers normalise with them in training, too.
-    - ``"task"``: each task has its own statistics, which are used for batches with its task label. A task starts with
-      those of the task before.
+    - ``"freeze"``: the statistics stay as they are after the first experience. Layers normalise with them in training,
+      too.
+    - ``"task"``: each task has separate statistics, which are used for batches with its task label. A task starts with
+      the statistics of the previous task.
+
+    >>> import torch
+    >>> from avalanche.training import Naive
+    >>> from became_avalanche import MultiHeadNetwork, RunningStatistics, split_digits
+    >>> features = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.BatchNorm1d(20))
+    >>> model = MultiHeadNetwork(features, 20)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> plugins = [RunningStatistics("freeze")]
+    >>> strategy = Naive(model=model, optimizer=optimizer, train_mb_size=64, evaluator=None, plugins=plugins)
+    >>> for experience in split_digits().train_stream[:2]:
+    ...     _ = strategy.train(experience)
+    ...     print(int(features[2].num_batches_tracked))  # batches in the statistics
+    4
+    4
     """
 
     STATE = ("experiences", "statistics")
@@ -31,31 +46,31 @@ class RunningStatistics(TaskPlugin):
     def __init__(self, mode: Literal["freeze", "task"] = "freeze") -> None:
         """Init.
 
-        :param mode: "freeze" or "task".
+        :param mode: "freeze" keeps the statistics of the first experience; "task" has separate ones for each task.
         """
         super().__init__()
         if mode not in ("freeze", "task"):
-            raise ValueError(f"mode must be 'freeze' or 'task'; got {mode!r}")
+            raise ValueError(f"mode must be one of: 'freeze', 'task'; got {mode!r}")
         self.mode = mode
         self.experiences = 0
         self.statistics: dict[int, Statistics] = {}
         """Task label -> the statistics of that task, with ``mode="task"``."""
-        self._served: int | None = None
+        self._active: int | None = None
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self.mode == "task":
-            self._keep(strategy.model)
-            self._served = _only_label(strategy.experience.task_labels)
-            self.statistics.setdefault(self._served, statistics_of(strategy.model))
+            self._store(strategy.model)
+            self._active = _only_label(strategy.experience.task_labels)
+            self.statistics.setdefault(self._active, statistics_of(strategy.model))
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self.mode == "freeze" and self.experiences > 0:
-            for module in _layers(strategy.model).values():
+            for module in _normalisation_layers(strategy.model).values():
                 module.eval()
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self.mode == "task":
-            self._serve(strategy)
+            self._activate(strategy)
 
     before_eval_forward = before_forward
 
@@ -64,41 +79,46 @@ class RunningStatistics(TaskPlugin):
 
     def after_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         super().after_training(strategy, **kwargs)
-        self._keep(strategy.model)
+        self._store(strategy.model)
 
     def reset(self) -> None:
-        """Forget everything, as if newly made: for a run with another model."""
+        """Reset the plugin to its initial state, for a run with another model."""
         super().reset()
-        self._served = None
+        self._active = None
 
-    def _serve(self, strategy: SupervisedTemplate) -> None:
-        """Let the model normalise with the statistics of the task of the current batch."""
+    def _activate(self, strategy: SupervisedTemplate) -> None:
+        """Copy the statistics of the current batch's task into the model."""
         label = _only_label(strategy.mb_task_id.unique().tolist())
-        if label == self._served or label not in self.statistics:
+        if label == self._active or label not in self.statistics:
             return
-        self._keep(strategy.model)
-        self._served = label
+        self._store(strategy.model)
+        self._active = label
         with torch.no_grad():
             buffers = dict(strategy.model.named_buffers())
             for name, values in self.statistics[label].items():
                 buffers[name].copy_(values)
 
-    def _keep(self, model: nn.Module) -> None:
-        if self._served is not None:
-            self.statistics[self._served] = statistics_of(model)
+    def _store(self, model: nn.Module) -> None:
+        """Store the current statistics of the model as those of the active task."""
+        if self._active is not None:
+            self.statistics[self._active] = statistics_of(model)
 
 
 def statistics_of(model: nn.Module) -> Statistics:
-    """Copies of the running statistics of all normalisation layers."""
+    """Return copies of the running statistics of all normalisation layers."""
     return {
         f"{name}.{buffer}".removeprefix("."): values.clone()
-        for name, module in _layers(model).items()
+        for name, module in _normalisation_layers(model).items()
         for buffer, values in module.named_buffers(recurse=False)
     }
 
 
 def drift_of(before: Statistics, after: Statistics) -> dict[str, float]:
-    """How far running means have moved, in standard deviations, or variances, in powers of e: the larger of both."""
+    """Return how far the running statistics of each layer have moved.
+
+    It is the larger of two root mean squares over channels: the change of the mean in standard deviations, and the
+    change of the logarithm of the variance.
+    """
     result = {}
     for name, mean in before.items():
         layer, _, kind = name.rpartition(".")
@@ -112,8 +132,8 @@ def drift_of(before: Statistics, after: Statistics) -> dict[str, float]:
     return result
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that normalise with running statistics, by name."""
+def _normalisation_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that normalise with running statistics, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -122,10 +142,11 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _only_label(labels: Any) -> int:
+    """Return the one task label in ``labels``, or raise a ValueError."""
     labels = sorted(set(labels))
     if len(labels) != 1:
         raise ValueError(
-            "RunningStatistics(mode='task') gives each task statistics of its own, so an experience or batch needs one "
-            f"task label; got {labels or 'none'}; use mode='freeze'"
+            "RunningStatistics(mode='task') keeps separate statistics for each task, so each experience and batch "
+            f"needs one task label; got {labels or 'none'}: use mode='freeze' instead"
         )
     return int(labels[0])

@@ -1,9 +1,10 @@
-"""What steps of training spend their time on: shares of CPU time by PyTorch's profiler, one thread.
+"""Profile training steps: shares of CPU time from PyTorch's profiler, one thread.
 
     python experiments/speed/shares.py [--docs]
 
-Images are random, and so are the protected directions, as many as the table in docs/speed.md measured on CIFAR-100.
-Writes shares.json beside this file; ``--docs`` writes its table into docs/speed.md, no more.
+Images and protected directions are random. The numbers of directions are those of the table in docs/speed.md, which
+were measured on CIFAR-100. Writes shares.json next to this file and its table into docs/speed.md. ``--docs`` measures
+nothing and only writes the table.
 """
 
 import argparse
@@ -41,8 +42,8 @@ GROUPS = {
     "pooling": ("max_pool",),
     "optimizer": ("Optimizer", "aten::_foreach", "aten::add_"),
 }
-"""Parts of a step, by what the names of operations contain. In these networks only the projection multiplies batches
-of matrices (``bmm``)."""
+"""Parts of a step, identified by parts of the names of operations. In these networks only the projection multiplies
+batches of matrices (``bmm``)."""
 STEPS = (
     ("AlexNet", AlexNet, 64, "SGD", "10 tasks", 3),
     ("AlexNet", AlexNet, 64, "SGD with momentum and weight decay", "10 tasks", 3),
@@ -56,7 +57,7 @@ STEPS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--docs", action="store_true", help="write the table of shares.json into docs/speed.md")
+    parser.add_argument("--docs", action="store_true", help="only write the table of shares.json into docs/speed.md")
     if not parser.parse_args().docs:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
@@ -80,20 +81,20 @@ def measured():
 
 
 def ranks_of(step: str) -> tuple[int, ...]:
-    """The ranks that table.py found for a step on CIFAR-100."""
+    """Return the ranks that table.py found for a step on CIFAR-100."""
     rows = json.loads(RESULTS.with_name("measured.json").read_text())["projection"]
     note = next(row["note"] for row in rows if row["what"] == f"projected / plain step, {step}")
     return tuple(int(rank) for rank in note.split("ranks ")[1].split(", "))
 
 
 def best_speed(n: int = 1536) -> float:
-    """GFLOP/s of the product of two large square matrices."""
+    """Return the GFLOP/s of the product of two large square matrices."""
     x = torch.randn(n, n)
     return max(2e-9 * n**3 / seconds for seconds in cpu_times({"product": lambda: x @ x}, 5)["product"])
 
 
-class Once(SupervisedPlugin):
-    """Calls a function with a strategy that has one batch, in its last experience."""
+class CallInLastExperience(SupervisedPlugin):
+    """Trains one batch per experience, and calls a function in the last experience."""
 
     def __init__(self, last: int, call: Callable[[Naive], None]) -> None:
         super().__init__()
@@ -106,7 +107,10 @@ class Once(SupervisedPlugin):
 
 
 def step_shares(make, ranks, batch: int, optimizer: str, repeats: int = 3) -> dict:
-    """Shares of a step with random directions of these ranks, and its time over that of a plain one; None for TRGP."""
+    """Return the shares of a step, and its time divided by that of a plain step.
+
+    :param ranks: numbers of random protected directions; empty for no projection, None for TRGP.
+    """
     torch.manual_seed(0)
     model, result = make(), {}
     plugin = TRGPPlugin(trust_threshold=0) if ranks is None else GPMPlugin()
@@ -120,24 +124,26 @@ def step_shares(make, ranks, batch: int, optimizer: str, repeats: int = 3) -> di
         def step(own: list) -> None:
             strategy.plugins = own
             if ranks is None and own is without:
-                plugin._serve(strategy.model, None)
+                plugin._activate(strategy.model, None)
             strategy.training_epoch()
 
         chosen = plugins if ranks is None or ranks else without
         seconds = cpu_times({"plain": lambda: step(without), "projected": lambda: step(chosen)}, 2 * repeats)
         result.update(shares(lambda: step(chosen), repeats), ratio=ratio(seconds, "projected", "plain"))
         by_batch = OPTIMIZERS[optimizer].func is torch.optim.SGD and any(own.in_backward for own in projected())
-        if ranks and not by_batch:  # what is projected in the backward pass has another number of operations
+        if ranks and not by_batch:  # projection in the backward pass needs another number of operations
             operations = sum(4 * guard.parameters[0].shape[0] * guard.project.factor.numel() for guard in projected())
             result["speed"] = 1e-9 * operations / (result["seconds"] * result["products of the projection"] or 1)
         strategy.plugins = plugins
 
     def projected() -> list:
-        """The guards that multiply matrices in each step."""
+        """Return the guards that multiply matrices in each step."""
         return [guard for guard in plugin._guards if guard._layout]
 
     last = 2 if ranks is None else 1
-    strategy = strategy_of(model, torch.optim.SGD(model.parameters(), lr=0.01), [plugin, Once(last, measure)], batch)
+    strategy = strategy_of(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), [plugin, CallInLastExperience(last, measure)], batch
+    )
     for task, experience in enumerate(images().train_stream[: last + 1]):
         if task == 1 and ranks:
             for memory, rank in zip(plugin.memory.values(), ranks, strict=True):
@@ -148,7 +154,7 @@ def step_shares(make, ranks, batch: int, optimizer: str, repeats: int = 3) -> di
 
 
 def fisher_shares() -> dict:
-    """Shares of four batches of the Fisher information, and their time over that of four training steps."""
+    """Return the shares of four batches of the Fisher information, and their time divided by four training steps."""
     torch.manual_seed(0)
     model, result, merge = AlexNet(), {}, BecameMergePlugin()
 
@@ -159,13 +165,13 @@ def fisher_shares() -> dict:
         work = {"step": strategy.training_epoch, "fisher": lambda: merge.estimate_fisher(strategy, names, 0)}
         result.update(shares(work["fisher"], 5), ratio=ratio(cpu_times(work, 15), "fisher", "step"))
 
-    strategy = strategy_of(model, torch.optim.SGD(model.parameters(), lr=0.01), [Once(0, measure)], 64)
+    strategy = strategy_of(model, torch.optim.SGD(model.parameters(), lr=0.01), [CallInLastExperience(0, measure)], 64)
     strategy.train(images().train_stream[0])
     return result
 
 
 def shares(run: Callable[[], None], repeats: int) -> dict:
-    """CPU seconds of a call, and the shares of its parts."""
+    """Return the CPU seconds of a call, and the shares of its parts."""
     run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         start = process_time()
@@ -181,7 +187,7 @@ def shares(run: Callable[[], None], repeats: int) -> dict:
 
 
 def table(lines: list[dict]) -> str:
-    """The lines in Markdown."""
+    """Return the lines as a Markdown table."""
     parts = [*GROUPS, "rest"]
     head = ["step", "time, plain = 1", *parts, "projection, GFLOP/s", "large product, GFLOP/s"]
     rows = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]

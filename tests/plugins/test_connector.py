@@ -175,11 +175,11 @@ class TwoHeads(Network):
 
 
 def test_unclear_features_are_refused():
-    with pytest.raises(ValueError, match=r"the model has 2 heads: classifier, second; name the module"):
+    with pytest.raises(ValueError, match=r"the model has 2 heads: classifier, second; choose the module"):
         ConnectorPlugin()._find_head(TwoHeads())
     with pytest.raises(ValueError, match="the model has 0 heads"):
         ConnectorPlugin()._find_head(nn.Conv2d(1, 1, 1))
-    with pytest.raises(ValueError, match="head names 'clasifier', which the model does not have"):
+    with pytest.raises(ValueError, match=r"no module 'clasifier', which head=\.\.\. names; choose one of: features"):
         ConnectorPlugin(head="clasifier")._find_head(mlp())
     assert ConnectorPlugin(head="second")._find_head(TwoHeads()) == "second"
     with pytest.raises(ValueError, match=r"distillation.*-1"):

@@ -285,7 +285,7 @@ def test_a_rule_may_be_a_function():
     stream_of([GPMPlugin(), plugin])
     assert seen == [2, 3]
     assert [record.coefficient for record in plugin.merges] == [0.125, 0.125]
-    with pytest.raises(ValueError, match="gave a coefficient that is not finite for task 2"):
+    with pytest.raises(ValueError, match="returned a coefficient that is not finite for task 2"):
         stream_of([BecameMergePlugin(rule=lambda merge: float("nan"))])
     with pytest.raises(ValueError, match="unknown rule 'becam'; did you mean 'became'"):
         BecameMergePlugin(rule="becam")

@@ -329,7 +329,7 @@ def test_owm_equals_the_published_recursion(tasks, alpha):
         (lambda: SGPPlugin(float("nan")), "alpha.*nan"),
         (lambda: GPCNSPlugin(-1), "alpha.*-1"),
         (lambda: OWMPlugin(0), "alpha.*0"),
-        (lambda: NSCLPlugin(0.5), "a is.*0.5"),
+        (lambda: NSCLPlugin(0.5), "a must be at least 1.*0.5"),
         (lambda: NSCLPlugin(coefficient=-1), "coefficient.*-1"),
         (lambda: TRGPPlugin(1.5), "trust_threshold.*1.5"),
         (lambda: TRGPPlugin(top_k=-1), "top_k.*-1"),

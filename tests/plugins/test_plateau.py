@@ -188,7 +188,7 @@ def test_nonsense_is_refused(arguments, message):
 
 
 def test_missing_stream_is_named():
-    with pytest.raises(ValueError, match=r"needs a stream 'dev'.*only test, train, valid"):
+    with pytest.raises(ValueError, match=r"needs a stream 'dev'.*only the streams test, train, valid"):
         naive(mlp(), [PlateauPlugin(stream="dev")]).train(blobs().train_stream)
 
 
@@ -260,7 +260,7 @@ def test_training_loss_is_the_mean_over_the_samples_of_the_epoch_with_penalties(
 
 def test_a_training_loss_that_is_not_a_number_is_an_error():
     spy = Spy(before_backward=lambda s: s.loss.mul_(math.nan))
-    with pytest.raises(ValueError, match="training loss is not a number"):
+    with pytest.raises(ValueError, match="training loss is NaN"):
         naive(mlp(), [spy, TrainingPlateauPlugin()]).train(blobs(n_tasks=1).train_stream)
     with pytest.raises(ValueError, match="plateaus must be at least 1; got 0"):
         TrainingPlateauPlugin(plateaus=0)
@@ -318,8 +318,8 @@ def test_validation_data_of_streams_that_do_not_know_their_benchmark(make, sourc
 def test_missing_validation_data_is_explained():
     benchmark = split_off()
     with pytest.raises(
-        ValueError, match=r"the stream knows no benchmark; pass the data as PlateauPlugin\(valid=\.\.\.\)"
+        ValueError, match=r"does not know its benchmark; pass the data as PlateauPlugin\(valid=\.\.\.\)"
     ):
         naive(single_head(), [PlateauPlugin()]).train(benchmark.train_stream[0])
-    with pytest.raises(ValueError, match="valid has data for 1 experiences, but experience 1 is trained"):
+    with pytest.raises(ValueError, match="valid has data for 1 experiences, but got experience 1 to train"):
         naive(single_head(), [PlateauPlugin(valid=benchmark.valid_stream[:1])]).train(benchmark.train_stream[1])

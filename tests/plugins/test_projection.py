@@ -306,7 +306,9 @@ def only_biases_and_normalisation():
 
 def test_a_model_that_would_freeze_altogether_is_noticed():
     """As with fine-tuning methods that train biases alone."""
-    with pytest.warns(UserWarning, match=r"only biases.*train outside the heads \(.*GPMPlugin freezes after") as caught:
+    with pytest.warns(
+        UserWarning, match=r"only biases.*train outside the heads \(.*GPMPlugin freezes them after"
+    ) as caught:
         train_stream(only_biases_and_normalisation(), [GPMPlugin()], blobs(shape=CONV_SHAPE))
     assert len(caught) == 1
     train_stream(

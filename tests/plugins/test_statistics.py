@@ -47,7 +47,7 @@ def trained(plugins, benchmark, n_tasks=3):
 
 def test_drift_is_noticed_once():
     with pytest.warns(
-        UserWarning, match=r"running statistics of 1 normalisation layers.*features\.1 by .*RunningStatistics\(\)"
+        UserWarning, match=r"running statistics of 1 normalisation layers.*features\.1: by .*RunningStatistics\(\)"
     ) as w:
         _, _, drift = trained([GPMPlugin(1, n_samples=None)], shifted())
     assert len(w) == 1
@@ -100,7 +100,7 @@ def test_statistics_continue_from_a_file(tmp_path):
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="mode must be 'freeze' or 'task'; got 'thaw'"):
+    with pytest.raises(ValueError, match="mode must be one of: 'freeze', 'task'; got 'thaw'"):
         RunningStatistics("thaw")
     strategy = naive(normalised(), [RunningStatistics("task")])
     strategy.train(shifted().train_stream[0])

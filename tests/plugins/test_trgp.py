@@ -118,10 +118,10 @@ def test_identity_changes_no_output(bias):
     def compare(strategy):
         if strategy.clock.train_exp_iterations == 0 and strategy.clock.train_exp_counter > 0:
             with torch.no_grad():
-                plugin._serve(strategy.model, None)
+                plugin._activate(strategy.model, None)
                 plain = strategy.forward()
-                plugin._serve(strategy.model, strategy.experience.task_label)
-                assert plugin._attached
+                plugin._activate(strategy.model, strategy.experience.task_label)
+                assert plugin._undo
                 outputs.append(torch.equal(plain, strategy.forward()))
 
     plugin = trusting(bias=bias)
@@ -211,7 +211,7 @@ def test_memory_is_made_with_the_scaling_of_the_task(reference):
     seen = []
     plugin = trusting(reference=reference)
     update = plugin.update_memory
-    plugin.update_memory = lambda name, observed: (seen.append((name, bool(plugin._attached))), update(name, observed))
+    plugin.update_memory = lambda name, observed: (seen.append((name, bool(plugin._undo))), update(name, observed))
     trained(plugin, mlp(), blobs(n_tasks=2))
     assert [scaled for name, scaled in seen if name == "features.2.weight"] == [False, not reference]
 
@@ -237,7 +237,7 @@ def test_task_of_a_loaded_plugin_needs_the_model():
     other.load_state_dict(plugin.state_dict())
     x = inputs_of(conv_blobs().test_stream[2])
     model = strategy.model.eval()
-    with pytest.raises(ValueError, match="not met a model yet"), other.task(2):
+    with pytest.raises(ValueError, match="not seen a model yet"), other.task(2):
         pass
     with pytest.raises(ValueError, match=r"no task 7 has been learned; choose one of: \[0, 1, 2\]"), plugin.task(7):
         pass
