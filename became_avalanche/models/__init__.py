@@ -1,1 +1,1 @@
-"""Networks."""
+"""Networks of the papers, and small ones for small images."""

@@ -1,4 +1,4 @@
-"""The network of the gradient projection papers for the superclasses of CIFAR-100."""
+"""The LeNet of the gradient projection papers, for the superclasses of CIFAR-100."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from became_avalanche.models.multihead import MultiHeadNetwork
 
 
 class LeNet(MultiHeadNetwork):
-    """Two convolutions and two fully connected layers without biases for images of 32 x 32, and one head per task."""
+    """Two convolutions and two fully connected layers without biases, for 32 x 32 images, and one head per task.
+
+    >>> import torch
+    >>> from became_avalanche import LeNet
+    >>> LeNet().features(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 500])
+    """
 
     def __init__(self, head_bias: bool = True) -> None:
         """Init.
 
-        :param head_bias: whether the heads have biases; the papers' have none.
+        :param head_bias: whether the heads have biases. In the papers they have none.
         """
 
         def convolution(inputs: int, outputs: int) -> list[nn.Module]:

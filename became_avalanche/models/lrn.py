@@ -1,4 +1,4 @@
-"""Local response normalisation, several times faster on a CPU than PyTorch's."""
+"""Local response normalisation that is several times faster than PyTorch's on a CPU."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch.nn import functional as F
 
 
 class LocalResponseNorm(nn.Module):
-    """``nn.LocalResponseNorm`` with β = 0.75, equal to it up to rounding.
+    """``nn.LocalResponseNorm`` with β = 0.75; results are equal up to rounding.
 
-    Each value is divided by a power of the mean square of its neighbours, the same pixel in ``size`` channels::
+    Each value is divided by a power of the mean square of its neighbours: the same pixel in ``size`` channels::
 
         y = x d^(-3/4),    d = k + α/n S x²
 
-    where ``S`` sums over the neighbours. PyTorch computes ``S`` by three-dimensional pooling and the power by ``pow``.
-    Here ``S`` is a convolution with a kernel of one pixel, whose matrix is a band of ones, and the power is made of
-    square roots. The backward pass is written out.
+    where ``S`` sums over the ``n = size`` neighbours. PyTorch computes ``S`` by three-dimensional pooling and the power
+    by ``pow``. Here ``S`` is a 1 x 1 convolution whose matrix is a band of ones, and the power is computed by square
+    roots. The backward pass is written explicitly.
     """
 
     def __init__(self, size: int, alpha: float = 1e-4, k: float = 1.0) -> None:
         """Init.
 
-        :param size: number of channels in a window, the value's own included. If it is even, there is one more
-            channel before the value than after it.
+        :param size: number of channels in a window, including the channel of the value. If it is even, the window has
+            one more channel before the value than after it.
         :param alpha: factor of the mean square.
-        :param k: what is added to it.
+        :param k: constant that is added to the scaled mean square.
         """
         super().__init__()
         if size < 1:
@@ -44,15 +44,15 @@ class LocalResponseNorm(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """What ``print`` shows in brackets."""
+        """Return what ``print`` shows in brackets."""
         return f"{self.size}, alpha={self.alpha}, k={self.k}"
 
 
 class _Normalise(torch.autograd.Function):
     """``y = x p`` with ``p = d^(-3/4)`` and ``d = k + B x²``, where the matrix ``B`` acts on the channels.
 
-    ``p`` and ``d`` are outputs only to be kept for the backward pass. They depend on ``x``, so they are computed anew
-    where derivatives of derivatives are wanted.
+    ``p`` and ``d`` are outputs only to save them for the backward pass. Second derivatives need to know how they depend
+    on ``x``, so there they are computed again.
     """
 
     generate_vmap_rule = True
@@ -66,7 +66,7 @@ class _Normalise(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, ...]) -> None:
         x, band, ctx.k = inputs
         ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # or zeros are made for p and d
+        ctx.set_materialize_grads(False)  # otherwise zeros are allocated as the gradients of p and d
         ctx.save_for_backward(x, band, *output[1:])
         ctx.save_for_forward(x, band)
 
@@ -91,11 +91,11 @@ class _Normalise(torch.autograd.Function):
 
 
 def _power(x: Tensor, band: Tensor, k: float) -> tuple[Tensor, Tensor]:
-    """``p`` and ``d``. The fourth root is two ``rsqrt``: on a CPU ``sqrt`` and ``pow`` take ten times longer."""
+    """Return ``p`` and ``d``. Two ``rsqrt`` are a fourth root: ``sqrt`` and ``pow`` are ten times slower on a CPU."""
     d = F.conv2d(x * x, _kernel(band), x.new_full((len(band),), k))
     return d.rsqrt().rsqrt() / d, d
 
 
 def _kernel(matrix: Tensor) -> Tensor:
-    """A convolution that multiplies the channels of each pixel by ``matrix``."""
+    """Return the kernel of a convolution that multiplies the channels of each pixel by ``matrix``."""
     return matrix[..., None, None]

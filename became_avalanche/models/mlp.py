@@ -1,4 +1,4 @@
-"""A small network for small images."""
+"""Small networks for small images."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from became_avalanche.models.multihead import MultiHeadNetwork
 
 
 class MultiHeadMLP(MultiHeadNetwork):
-    """Two hidden layers without biases, as the networks of the gradient projection papers, and one head per task."""
+    """Two hidden layers without biases, like the networks of the gradient projection papers, and one head per task.
+
+    >>> import torch
+    >>> from avalanche.models.utils import avalanche_model_adaptation
+    >>> from became_avalanche import MultiHeadMLP, split_digits
+    >>> model = MultiHeadMLP()
+    >>> for experience in split_digits().train_stream:
+    ...     avalanche_model_adaptation(model, experience)  # strategies call this: it adds the head of the task
+    >>> model(torch.zeros(3, 1, 8, 8), task_labels=torch.tensor([0, 4, 4])).shape
+    torch.Size([3, 2])
+    """
 
     def __init__(self, input_size: int = 64, hidden_size: int = 100, head_bias: bool = True) -> None:
         """Init.
 
-        :param input_size: number of values in an input, whatever its shape.
+        :param input_size: number of values in an input, which may have any shape.
         :param hidden_size: units in each hidden layer.
         :param head_bias: whether the heads have biases.
         """
@@ -22,13 +32,19 @@ class MultiHeadMLP(MultiHeadNetwork):
 
 
 class SingleHeadMLP(nn.Module):
-    """The same hidden layers with one head for all tasks, which grows with the classes or is fixed."""
+    """The hidden layers of ``MultiHeadMLP`` with one head for all tasks, which grows with the classes or is fixed.
+
+    >>> import torch
+    >>> from became_avalanche import SingleHeadMLP
+    >>> SingleHeadMLP(n_classes=10)(torch.zeros(3, 1, 8, 8)).shape
+    torch.Size([3, 10])
+    """
 
     def __init__(self, n_classes: int | None = None, input_size: int = 64, hidden_size: int = 100) -> None:
         """Init.
 
-        :param n_classes: number of outputs; None for a head that grows as classes come.
-        :param input_size: number of values in an input, whatever its shape.
+        :param n_classes: number of outputs; None for a head that grows when new classes appear.
+        :param input_size: number of values in an input, which may have any shape.
         :param hidden_size: units in each hidden layer.
         """
         super().__init__()
@@ -36,7 +52,7 @@ class SingleHeadMLP(nn.Module):
         self.classifier = IncrementalClassifier(hidden_size) if n_classes is None else nn.Linear(hidden_size, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of all classes."""
+        """Return the logits of all classes."""
         logits: Tensor = self.classifier(self.features(x))
         return logits
 

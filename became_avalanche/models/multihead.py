@@ -1,4 +1,4 @@
-"""What all networks here have in common."""
+"""The base class of the networks with one head per task."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from torch import Tensor, nn
 
 
 class MultiHeadNetwork(MultiTaskModule):
-    """Features that all tasks share, and one head per task, which Avalanche adds as tasks come."""
+    """Features that all tasks share, and one head per task. Avalanche adds a head when a new task starts.
+
+    >>> import torch
+    >>> from became_avalanche import MultiHeadNetwork
+    >>> features = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.ReLU())
+    >>> model = MultiHeadNetwork(features, width=20)
+    >>> model(torch.zeros(3, 8, 8), task_labels=torch.zeros(3, dtype=torch.long)).shape  # a new head has two outputs
+    torch.Size([3, 2])
+    """
 
     def __init__(self, features: nn.Module, width: int, head_bias: bool = True) -> None:
         """Init.
 
-        :param features: inputs to features.
+        :param features: module that maps inputs to features.
         :param width: number of features.
         :param head_bias: whether the heads have biases.
         """
@@ -23,13 +31,19 @@ class MultiHeadNetwork(MultiTaskModule):
         self.classifier = MultiHeadClassifier(width) if head_bias else HeadsWithoutBias(width)
 
     def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
-        """Logits of the head of each sample's task."""
+        """Return the logits of each sample, from the head of its task."""
         logits: Tensor = self.classifier(self.features(x), task_labels)
         return logits
 
 
 class HeadsWithoutBias(MultiHeadClassifier):
-    """Avalanche's heads, which always have a bias, with that bias fixed at zero."""
+    """Avalanche's heads with biases fixed at zero, since Avalanche has no heads without a bias.
+
+    >>> from became_avalanche import HeadsWithoutBias
+    >>> bias = HeadsWithoutBias(5).classifiers["0"].classifier.bias
+    >>> bias.tolist(), bias.requires_grad
+    ([0.0, 0.0], False)
+    """
 
     def __init__(self, in_features: int) -> None:
         """Init.
@@ -40,7 +54,7 @@ class HeadsWithoutBias(MultiHeadClassifier):
         self._fix_biases()
 
     def adaptation(self, experience: Any) -> None:
-        """Add the head of a new task, and units for new classes."""
+        """Add a head for a new task and outputs for new classes."""
         super().adaptation(experience)
         self._fix_biases()
 

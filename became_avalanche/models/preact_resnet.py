@@ -1,4 +1,4 @@
-"""The network of Adam-NSCL."""
+"""The PreActResNet18 of Adam-NSCL."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from became_avalanche.models.multihead import MultiHeadNetwork
 
 
 class PreActResNet18(MultiHeadNetwork):
-    """ResNet18 that normalises before it convolves, in full width, and one head per task.
+    """ResNet18 at full width with normalisation before the convolutions, and one head per task.
 
     Batch normalisation has running statistics.
+
+    >>> import torch
+    >>> from became_avalanche import PreActResNet18
+    >>> PreActResNet18().features(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 512])
     """
 
     def __init__(self) -> None:
@@ -30,7 +35,7 @@ class PreActResNet18(MultiHeadNetwork):
 
 
 class _Block(nn.Module):
-    """Two convolutions, each after normalisation and ReLU; where the size changes, a shortcut from the first ReLU."""
+    """Two convolutions, each after normalisation and ReLU. With stride 2, the shortcut starts after the first ReLU."""
 
     def __init__(self, channels: int, wider: int, stride: int = 1) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def test_only_the_heads_of_a_batch_are_computed(make):
 
 @pytest.mark.parametrize("make", [AlexNet, LeNet, ReducedResNet18])
 def test_feature_maps_are_channels_last_in_training_and_in_copies(make):
-    """Pooling and normalisation are faster that way; a single module that breaks it would cost what it gains."""
+    """Pooling and normalisation are faster in this format. A single module that breaks it would undo the gain."""
     size = 84 if make is ReducedResNet18 else 32
     model = deepcopy(make())
     kept = []
