@@ -7,6 +7,8 @@ docs/methods.md has the results. ``TRGPPlugin(reference=True)`` has the first th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from became_avalanche import BecameMergePlugin, MergeInputs, TRGPPlugin
 from became_avalanche.merging.rules import became
+from became_avalanche.strategy.protocols import OwnsParameters, StageAware
 
 
 class Slip(TRGPPlugin):
@@ -56,3 +59,33 @@ def _without_scales(inputs: MergeInputs) -> float:
     coefficient = became(replace(inputs, fisher=fisher))
     assert isinstance(coefficient, float)
     return coefficient
+
+
+class FrozenScales(BecameMergePlugin):
+    """The free stage trains the weights and the new head, but not the scales, which stay as stage 1 left them."""
+
+    @contextmanager
+    def free_training(self, strategy: SupervisedTemplate, epochs: int | None = None) -> Iterator[None]:
+        owners = [plugin for plugin in strategy.plugins if isinstance(plugin, OwnsParameters)]
+        scales = [scale for plugin in owners for scale in plugin.own_parameters().values()]
+        for scale in scales:
+            scale.requires_grad_(False)
+        try:
+            with super().free_training(strategy, epochs):
+                yield
+        finally:
+            for scale in scales:
+                scale.requires_grad_(True)
+
+
+class SlowFreeStage(BecameMergePlugin, StageAware):
+    """The free stage starts at a fraction of the learning rate."""
+
+    def __init__(self, fraction: float = 0.3, **options: Any) -> None:
+        super().__init__(**options)
+        self.fraction = fraction
+
+    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
+        if stage == 2:
+            for group in strategy.optimizer.param_groups:
+                group["lr"] *= self.fraction
