@@ -70,7 +70,7 @@ def test_the_landscape_is_that_of_the_plane(run_in_folder):
 
     row, column = 2, 1
     point = anchor + landscape.x[column] * first + landscape.y[row] * second
-    # the same combination of the three vectors for running statistics, which count for no distance
+    # running statistics are combined in the same way, but do not count for distances
     b = landscape.y[row] / landscape.points["candidate"][1]
     a = (landscape.x[column] - b * landscape.points["candidate"][0]) / landscape.points["base"][0]
     state, at = {}, 0

@@ -81,7 +81,7 @@ def test_models_without_task_labels_are_scanned_too():
 
 def test_each_point_sees_the_same_samples():
     strategy, merge, stream = trained(rule=lambda merge: 0.5)
-    merge.last_merge = replace(merge.last_merge, candidate=merge.last_merge.base)  # all points are one
+    merge.last_merge = replace(merge.last_merge, candidate=merge.last_merge.base)  # all points of the path are the same
     scan = scan_path(strategy, merge, stream, n_samples=7, step=0.2)
     assert all(len(set(losses)) == 1 for losses in scan.loss)
     assert scan.curvature == 0

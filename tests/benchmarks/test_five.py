@@ -120,7 +120,7 @@ def test_each_data_set_is_a_task(root, order):
         for stream, count in zip(("train", "valid", "test"), COUNTS[name], strict=True):
             experience = benchmark.streams[stream][t]
             assert experience.task_label == t
-            if stream != "valid":  # so few that not all classes are among them
+            if stream != "valid":  # too few images to contain all classes
                 assert sorted(experience.classes_in_this_experience) == list(range(10))
             pixels, y = bytes_of(experience, name)
             assert pixels.shape == (count, 3, 32, 32)

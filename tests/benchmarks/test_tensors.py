@@ -43,7 +43,7 @@ def fast(augment=None):
 
 
 def slow():
-    """The same as an ordinary benchmark of Avalanche."""
+    """The same data as an ordinary benchmark of Avalanche."""
 
     def floats(tasks):
         return [(TRANSFORM(x), y) for x, y in tasks]
@@ -195,7 +195,7 @@ def test_crops_are_parts_of_the_padded_image_or_of_its_mirror():
         found = [key for key, crop in crops.items() if torch.equal(crop, result)]
         assert found
         seen.update(found)
-    assert len(seen) == 18  # each of them comes
+    assert len(seen) == 18  # all possible crops occur
 
 
 def test_tasks_come_in_the_order_asked_for():
@@ -219,7 +219,7 @@ def test_a_pass_copies_and_searches_only_data_that_is_not_in_evaluation(monkeypa
     monkeypatch.setattr(index, "_locate", lambda *args: (searched.append(len(inputs)), locate(*args))[1])
     benchmark = fast(augment=lambda x: 255 - x)
     valid, train = benchmark.valid_stream[0].dataset, benchmark.train_stream[0].dataset
-    with_transform = valid.replace_current_transform_group((lambda x: x + 1, None))  # it is in evaluation, too
+    with_transform = valid.replace_current_transform_group((lambda x: x + 1, None))  # uses its eval transforms, too
 
     def passes(strategy):
         searched.clear()

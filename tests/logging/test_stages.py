@@ -1,4 +1,4 @@
-"""What Avalanche's loggers show of two stages."""
+"""What loggers show of a training in two stages."""
 
 import csv
 

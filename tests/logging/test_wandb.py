@@ -29,7 +29,7 @@ from tests.runs.components import BLOBS
 
 
 class Run:
-    """Keeps what is logged, and drops what comes too late, as a run of wandb does."""
+    """Keeps what is logged and drops values of earlier steps, as a run of wandb does."""
 
     def __init__(self, step=0, **arguments):
         self.arguments, self.step = arguments, step
@@ -47,7 +47,7 @@ class Run:
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Runs that were started, each as far as the last one was."""
+    """The runs that were started. A resumed run begins at the last step of the run before."""
     started = []
 
     def init(**arguments):
@@ -206,7 +206,7 @@ def test_pickled_logger_resumes_its_run_when_it_logs(runs):
     logger = WandBLogger("mine", config={"lr": 0.1})
     logger.log_single_metric("Loss", 1, 5)
     file = dill.dumps(logger)
-    logger.log_single_metric("Loss", 2, 8)  # lost with the process, as far as the checkpoint knows
+    logger.log_single_metric("Loss", 2, 8)  # logged after the checkpoint
     logger = dill.loads(file)
     logger.log_single_metric("Other", "text", 6)
     logger.finish()
@@ -297,7 +297,7 @@ def test_failure_to_start_says_what_to_do(monkeypatch, kind):
             RuntimeError, match=r"online \(no key\): log in with `wandb login`, or .*WANDB_MODE=offline$"
         ):
             WandBLogger(mode=mode)
-    with pytest.raises(wandb.errors.Error, match="no\nkey"):  # whatever it is, it is not the login
+    with pytest.raises(wandb.errors.Error, match="no\nkey"):  # offline and disabled need no login
         WandBLogger(mode="offline")
 
 

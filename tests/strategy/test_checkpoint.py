@@ -1,4 +1,4 @@
-"""Train some tasks, save, load into fresh objects, train the rest: bitwise as without the interruption."""
+"""Train some tasks, save, load into fresh objects, train the rest: bitwise the same as without the interruption."""
 
 import os
 import random
@@ -101,7 +101,7 @@ def adam_in_groups(model):
 
 
 def schedule(make, **options):
-    """A schedule that runs on from one experience to the next."""
+    """A schedule that is not reset between experiences."""
     return lambda optimizer: [LRSchedulerPlugin(make(optimizer), reset_scheduler=False, reset_lr=False, **options)]
 
 
@@ -151,7 +151,7 @@ def with_dropout():
 
 
 def build(make_optimizer, make_plugins, make_model=with_dropout, **options):
-    """A strategy and its accuracy matrix. Both have the same weights whenever they are built."""
+    """Build a strategy, always with the same weights, and its accuracy matrix."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = make_optimizer(model)
@@ -167,7 +167,7 @@ def train(strategy, benchmark, start, stop):
 
 
 def disturb():
-    """Draws of other code."""
+    """Draw random numbers, as other code would."""
     torch.rand(17), np.random.rand(5), random.random()
 
 
@@ -266,7 +266,7 @@ def growing(n_tasks=4):
 @pytest.mark.parametrize("evaluate_all", [True, False])
 @pytest.mark.parametrize("merge", [True, False])
 def test_a_head_that_grows_is_continued(tmp_path, merge, evaluate_all):
-    """Also if an evaluation has made it larger, so that the optimizer still has its old parameters."""
+    """This also works if an evaluation has made the head larger and the optimizer still has the old parameters."""
     benchmark = growing()
     make = plugins(GPMPlugin, BecameMergePlugin) if merge else plugins()
     runs = []
@@ -310,7 +310,7 @@ def early_stopping():
 
 
 class Widening(DynamicModule):
-    """A dynamic module that nobody knows: an extra scale for each task that it has met."""
+    """A dynamic module that is not one of Avalanche's: it adds a scale for each task."""
 
     def __init__(self):
         super().__init__()
@@ -344,7 +344,7 @@ def test_other_dynamic_modules_need_the_experiences(tmp_path):
 
 
 class Counting(SupervisedPlugin):
-    """A stranger's plugin that saves itself."""
+    """A third-party plugin that saves itself."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""``measure_drift`` against outputs computed by hand, and as a check of what a plugin promises."""
+"""``measure_drift`` against outputs computed by hand, and as a check of what a plugin protects."""
 
 from copy import deepcopy
 
@@ -13,7 +13,7 @@ from tests.helpers import CONV_SHAPE, Network, assert_same_weights, batch_of, bl
 
 @torch.no_grad()
 def test_is_the_relative_change_of_each_layer_on_the_inputs_of_the_old_model():
-    """Straight from the definition, for a Linear after a Linear; the old head of a task is left out."""
+    """Compute the definition by hand for two Linear layers. Task heads are left out."""
     before, after = mlp(bias=True), mlp(bias=True)
     x = torch.randn(300, 6)
     first, _, second, _ = before.features
