@@ -424,9 +424,9 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         if "running statistics" not in self._warned:
             self._warned.add("running statistics")
             warnings.warn(
-                f"the running statistics of {len(moved)} normalisation layers have drifted (most in {worst}: by "
-                f"{moved[worst]:.1f} standard deviations), which changes the outputs of old tasks; add "
-                "RunningStatistics() to the list of plugins to prevent this",
+                f"the running statistics of {len(moved)} normalisation layers have drifted, most in {worst} (the mean "
+                f"by {moved[worst]:.1f} standard deviations, or the variance by a factor of exp({moved[worst]:.1f})), "
+                "which changes the outputs of old tasks; add RunningStatistics() to the plugins to prevent this",
                 stacklevel=3,
             )
 

@@ -242,7 +242,7 @@ class TRGPPlugin(EnergyThresholdPlugin, OwnsParameters):
         nearest = sorted(tasks, key=lambda task: -held[task])[: self.top_k]
         return [task for task in nearest if held[task] > self.trust_threshold * float(gradient.norm())]
 
-    # ------------------------------------------------------------------------------------------------------- serving
+    # -------------------------------------------------------------------------------------------------- task weights
 
     def _label_of(self, experience: Any) -> int:
         """Return the one task label of the experience, or raise a ValueError."""

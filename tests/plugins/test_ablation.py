@@ -11,7 +11,7 @@ from tests.helpers import Stages, assert_same_weights, blobs, mlp, naive, stream
 
 
 def ablation(rule, make_model=mlp, benchmark=None, **options):
-    """A stream without projection: the merges that the rule saw, the ends of its stages, the merged weights."""
+    """Train without projection, and return the inputs of the rule, the weights after each stage, and merged weights."""
     merges, stages = [], Stages()
 
     def watched(merge):

@@ -146,7 +146,7 @@ def test_with_became_the_branches_are_merged_by_its_coefficient():
 
 
 def test_evaluation_at_the_start_of_the_second_branch_is_of_its_weights():
-    """It belongs to the weights that the branch starts from, not to those that the first has ended with."""
+    """The initial evaluation of stage 2 uses the weights that the branch starts from, not the end of stage 1."""
     evaluated, starts = [], []
     spy = Spy(
         on_stage_start=lambda s, stage: starts.append(stage),

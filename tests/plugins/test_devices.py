@@ -45,7 +45,7 @@ FACTORIES = {
 
 
 def caller(through=""):
-    """Where in the package torch was called; None if it was called from elsewhere.
+    """Return the place in the package that called torch; None if the call came from elsewhere.
 
     :param through: frames of files with this in their path do not count.
     """
@@ -62,7 +62,7 @@ def caller(through=""):
 
 
 class Factories(TorchFunctionMode):
-    """Notes the tensors that the package makes without saying on which device."""
+    """Records the tensors that the package creates without a device."""
 
     def __init__(self):
         self.found = set()
@@ -75,7 +75,7 @@ class Factories(TorchFunctionMode):
 
 
 class Reads(TorchDispatchMode):
-    """Notes where the package reads a value off a tensor during a training step."""
+    """Records where the package reads a value from a tensor during a training step."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ def test_tensors_have_a_device_and_steps_read_no_values(name):
 
 
 def test_the_modes_notice():
-    """Both find what they look for when it is there."""
+    """Both checks find a planted mistake."""
 
     factories, reads = Factories(), Reads()
     reads.in_step = True
@@ -141,7 +141,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_steps_stay_on_a_device_that_is_not_the_cpu(optimizer, whole, monkeypatch):
-    """On fake tensors: a tensor of the CPU among them, or a value that is read, is an error."""
+    """Runs on fake tensors, which raise an error if a CPU tensor is mixed in or a value is read."""
     monkeypatch.setattr(backward, "WORTHWHILE", -float("inf"))
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(6, 5, device="cuda"), nn.Conv2d(4, 4, 3, groups=2, device="cuda"))

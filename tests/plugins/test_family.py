@@ -1,4 +1,4 @@
-"""Every method of the family in whole trainings: alone, with BECAME, with its control, on different networks."""
+"""Every method in complete trainings: alone, with BECAME, with its control, on different networks."""
 
 import io
 from functools import cache

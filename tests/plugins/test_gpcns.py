@@ -18,7 +18,7 @@ def gram(columns):
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("merged", [False, True])
 def test_gradient_is_that_of_the_weights_that_stay(merged, position):
-    """Of the whole experience, in eval mode, after the merge, whatever the order of the plugins."""
+    """It is the gradient over all data of the experience, in eval mode, after the merge, for any order of plugins."""
     gradients = {name: [] for name in NAMES}
 
     def keep(strategy):

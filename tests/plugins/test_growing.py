@@ -64,7 +64,7 @@ def trained(plugins, benchmark, make_model=growing, optimizer="sgd", before_each
 
 
 def moved(states, benchmark, rows):
-    """Relative change of the outputs ``rows`` of the head on the inputs of the first task: straight from weights."""
+    """Return the relative change of the outputs ``rows`` of the head on the inputs of the first task."""
     x = batch_of(benchmark.train_stream[0])[0]
 
     def logits(state):
@@ -93,7 +93,7 @@ def test_old_outputs_stay_and_new_ones_learn(method, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "decay", "adam"])
 def test_new_rows_learn_as_they_would_without_projection(optimizer):
-    """In the first step of a task, when both trainings are at the same weights."""
+    """Compares the first step of a task, when both trainings have the same weights."""
     benchmark, steps = classes(n_tasks=2), []
     for threshold in (1, 0):
         seen = []

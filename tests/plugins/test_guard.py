@@ -1,4 +1,4 @@
-"""Projecting batches in the backward pass equals projecting gradients, is taken where it should be, and protects."""
+"""Projecting in the backward pass equals projecting gradients, is used where it should be, and protects."""
 
 from copy import deepcopy
 
@@ -83,7 +83,7 @@ def scale_by_hooks(strategy):
         parameter.register_hook(lambda gradient: gradient.sign() * 0.01)
 
 
-# What stands beside the projection: plugins, the strategy, the model, and whether batches may be projected.
+# Other plugins in the list, the strategy, the model, and whether the backward pass may project.
 COMPANIONS = {
     "nothing": (lambda: [], Naive, wide, True),
     "ewc": (lambda: [EWCPlugin(10.0)], Naive, wide, False),
@@ -100,7 +100,7 @@ COMPANIONS = {
 
 
 def trained(monkeypatch, worthwhile, make_plugin, optimizer="sgd", companion="nothing"):
-    """Weights at the end, the inputs of all experiences, and whether gradients came projected out of backward."""
+    """Return the final weights, the inputs of all experiences, and whether the backward pass projected gradients."""
     others, strategy_class, model, _ = COMPANIONS[companion]
     answers = []
     explains = backward.ProjectedBackward.explains
@@ -186,7 +186,7 @@ def test_layers_compute_as_usual_after_a_failure_in_the_forward_pass(monkeypatch
 
 
 def test_steps_without_projection_do_not_return_through_the_momentum():
-    """What a suspended step leaves in the momentum of SGD is protected from later."""
+    """After a suspended step the momentum of SGD holds an unprojected gradient, which must not change old outputs."""
     model = wide(bias=False)
     plugin = GPMPlugin(1, n_samples=None)
     strategy = naive(model, [plugin], torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), train_mb_size=4)
@@ -216,7 +216,7 @@ def test_steps_without_projection_do_not_return_through_the_momentum():
 
 
 class Closure(Naive):
-    """Lets the optimizer compute the gradients anew, as LBFGS would need it."""
+    """Passes a closure to the optimizer that computes the gradients again, as LBFGS needs it."""
 
     def optimizer_step(self):
         def closure():
@@ -229,7 +229,7 @@ class Closure(Naive):
 
 
 class ClosureInEpoch(Closure):
-    """A training loop of its own that does so."""
+    """Overrides the training loop and passes a closure in it."""
 
     optimizer_step = Naive.optimizer_step
 
@@ -284,7 +284,7 @@ def test_old_outputs_stay_when_gradients_are_not_final(case, optimizer):
 
 
 class Silent(ClosureInEpoch):
-    """Tells its plugins nothing."""
+    """Does not call the callbacks of its plugins."""
 
     def _before_update(self, **kwargs):
         pass
@@ -355,7 +355,7 @@ def test_gradients_that_processes_share_are_not_private(monkeypatch):
 
 
 def test_weights_that_are_set_between_epochs_decay_as_they_are():
-    """With weight decay, and a memory of all inputs, protected outputs stay where the weights were set to."""
+    """With weight decay and all inputs protected, outputs stay as the replaced weights give them."""
     model = wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     first, second, _ = blobs(samples=8, shape=(30,)).train_stream

@@ -1,4 +1,4 @@
-"""What strangers build on: base classes for plugins and rules, hooks of the merge, and what plugins report."""
+"""The interface for extensions: base classes of plugins and rules, hooks of the merge, and reports."""
 
 from contextlib import nullcontext
 
@@ -58,7 +58,7 @@ def test_a_plugin_that_can_be_suspended_gets_a_free_stage():
 
 
 def test_a_projection_method_needs_two_methods_only():
-    """One that freezes all layers, written against the public interface."""
+    """A projection method that freezes all layers, written with the public interface."""
 
     class Freeze(GradientProjectionPlugin):
         def update_memory(self, name, observed):
@@ -79,7 +79,7 @@ def test_a_projection_method_needs_two_methods_only():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_are_those_of_what_the_projector_removes(method):
-    """For a network with a grouped convolution, and few samples, so that no layer is protected in all directions."""
+    """The network has a grouped convolution, and samples are few, so that no layer is protected in all directions."""
     plugin = method(n_samples=2)
     stream_of([plugin], convnet, blobs(shape=CONV_SHAPE, n_tasks=2))
     ranks = plugin.ranks()

@@ -51,7 +51,7 @@ class First(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Queries, keys and values of different sizes, with constants beside them."""
+    """Attention with queries, keys and values of different sizes, and constant parameters."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class SameForward(nn.Linear):
 
 
 class Adapted(nn.Linear):
-    """A low-rank adapter of bare parameters beside a weight that trains, too."""
+    """A low-rank adapter of bare parameters next to a weight that trains, too."""
 
     def __init__(self, inputs, outputs, rank=2):
         super().__init__(inputs, outputs)
@@ -206,7 +206,7 @@ def test_without_a_method_every_kind_moves():
 
 
 def test_common_null_space_removes_the_old_gradients_of_every_kind():
-    """A step along the gradient of the first task that is projected hardly moves anything."""
+    """A projected step along the gradient of the first task hardly changes the outputs."""
     torch.manual_seed(0)
     model, plugin = Network(Everything(), 18), GPCNSPlugin(threshold=1, alpha=1e9, n_samples=None, strict=True)
     strategy = naive(model, [plugin])
@@ -347,7 +347,7 @@ def test_a_computed_weight_is_named():
 
 
 def test_a_normalised_weight_trains_and_keeps_its_form():
-    """Its direction and its size move, but not what it does to old inputs; other methods protect it or say no."""
+    """Its direction and norm change, but not its outputs on old inputs. Other methods protect it or raise an error."""
 
     def normalised():
         torch.manual_seed(0)

@@ -23,7 +23,7 @@ from became_avalanche import (
 from tests.helpers import batch_of, blobs, naive
 
 HEAD = {"exclude": ["2"]}
-"""The head of the network, which all tasks share, learns freely: otherwise nothing would at the end."""
+"""The head, which all tasks share, is not protected. Otherwise nothing could learn at the end."""
 
 METHODS = {
     "finetune+became": lambda: [BecameMergePlugin()],

@@ -44,7 +44,7 @@ from tests.helpers import (
     weights,
 )
 
-# -------------------------------------------------------------------------------------------------- the line works
+# ------------------------------------------------------------------------------------ the plugin works in a strategy
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_built_in_plugins_see_one_experience_and_the_merged_weights(other, posit
 
 
 def fisher_oracle(make_model, state, experience, permutation_free_batch):
-    """Mean over batches of B g², with all data as one batch: independent of the order of the data."""
+    """Return the mean of B g² with all data in one batch, which does not depend on the order of the data."""
     model = make_model()
     for task in range(experience.task_label + 1):
         model.classifier.adaptation(next(e for e in blobs().train_stream if e.task_label == task))

@@ -26,7 +26,7 @@ seeds = st.integers(0, 2**16)
 
 
 def remember(plugin, *tasks):
-    """Let ``plugin`` see the columns of each task, as arrays (d, n) or (groups, d, n)."""
+    """Update the memory of ``plugin`` with the input columns of each task, as arrays (d, n) or (groups, d, n)."""
     for columns in tasks:
         plugin.update_memory("w", matrix_of(np.asarray(columns)))
         plugin.experiences += 1
@@ -34,7 +34,7 @@ def remember(plugin, *tasks):
 
 
 def matrix(plugin, d, groups=1):
-    """The matrices that rows are multiplied with."""
+    """Return the projection matrix of each group."""
     identity = torch.eye(d, dtype=torch.float64).expand(groups, -1, -1)
     return plugin.projector("w")(identity).numpy()
 
@@ -57,7 +57,7 @@ def test_the_published_rule_stays_below_the_threshold_in_the_first_task_alone():
 @given(layers_with_inputs(), st.sampled_from(sorted(METHODS)), st.integers(0, 1), seeds)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_any_layer_keeps_what_it_must_and_gains_nothing(case, method, threshold, seed):
-    """Of any update each method leaves a part, never more than it was and never reversed, group by group."""
+    """No method makes an update larger or reverses it, in any group."""
     layer, x = case
     columns = columns_of(layer, x.detach())
     options = {"threshold": threshold, "increment": 0} if method in ("gpm", "sgp", "trgp", "gpcns") else {}

@@ -1,4 +1,4 @@
-"""What Adam-NSCL does beside its null space: updates of Adam, normalisation layers, learning rates."""
+"""Adam-NSCL apart from its null space: updates of Adam, normalisation layers, learning rates."""
 
 import warnings
 
@@ -78,7 +78,7 @@ def test_reference_averages_the_inputs_of_a_batch_first():
 
 
 def test_layers_whose_inputs_fill_their_space_evenly_are_named_once():
-    """Of the features' weights, one has inputs of rank 1, one even inputs, and one no input that is not 0."""
+    """Three layers: one with inputs of rank 1, one with evenly spread inputs, and one with only zero inputs."""
 
     class Inputs(nn.Module):
         def __init__(self):
@@ -102,7 +102,7 @@ def test_layers_whose_inputs_fill_their_space_evenly_are_named_once():
         ranks = plugin.ranks()
         assert ranks["features.even.weight"] == ranks["features.dead.weight"] == 0 < ranks["features.flat.weight"]
     assert said_by(NSCLPlugin(1)) == []
-    assert said_by(NSCLPlugin(float("inf"))) == []  # asked for
+    assert said_by(NSCLPlugin(float("inf"))) == []  # the user has asked for it
 
 
 # ------------------------------------------------------------------------------------------------ normalisation

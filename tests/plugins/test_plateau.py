@@ -31,7 +31,7 @@ from tests.helpers import (
 
 
 def reference_schedule(losses, lr, patience, factor, lr_min):
-    """The learning rate of each epoch and the best epoch, as the published loops have it."""
+    """Return the learning rate of each epoch and the best epoch, computed like the published training loops."""
     best, left, rates, best_epoch = math.inf, patience, [], None
     for epoch, loss in enumerate(losses):
         rates.append(lr)
@@ -49,7 +49,7 @@ def reference_schedule(losses, lr, patience, factor, lr_min):
 
 
 class Scripted(PlateauPlugin):
-    """Sees the validation losses of a script."""
+    """Gets its validation losses from a list."""
 
     def __init__(self, losses, *args):
         super().__init__(*args)
@@ -60,7 +60,7 @@ class Scripted(PlateauPlugin):
 
 
 class Watch:
-    """Learning rates and weights of all epochs."""
+    """Records learning rates and weights of all epochs."""
 
     def __init__(self):
         self.rates, self.states = [], []
@@ -193,7 +193,7 @@ def test_missing_stream_is_named():
 
 
 class ScriptedTraining(TrainingPlateauPlugin):
-    """Sees the training losses of a script."""
+    """Gets its training losses from a list."""
 
     def __init__(self, losses, *args):
         super().__init__(*args)
@@ -272,7 +272,7 @@ def test_divergence_is_an_error():
         strategy.train(blobs(n_tasks=1).train_stream)
 
 
-# --------------------------------------------------------------------------------------- where validation data is
+# ---------------------------------------------------------------------------------- where validation data come from
 
 
 def split_off():

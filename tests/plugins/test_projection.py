@@ -50,7 +50,7 @@ class InputStore(Spy):
 
 
 def output(module, x, state):
-    """The module's output on ``x`` with the weights ``state``, in float64."""
+    """Return the module's output on ``x`` with the weights ``state``, in float64."""
     x = x.double()
     state = {key: tensor.double() for key, tensor in state.items()}
     if isinstance(module, nn.Linear):
@@ -61,7 +61,7 @@ def output(module, x, state):
 
 
 def excess_drift(store, threshold):
-    """How much the outputs on old inputs moved beyond what the residual energy allows, relative to the outputs.
+    """Return how far outputs on old inputs moved beyond the bound of the residual energy, relative to the outputs.
 
     With ΔW orthogonal to a basis that holds the fraction ``threshold`` of the energy of A, ``‖ΔW A‖ <= ‖ΔW‖ ‖Â‖`` and
     ``‖Â‖² <= (1 − threshold) ‖A‖²``. ``‖A‖`` is taken from the unfolded inputs.

@@ -20,7 +20,7 @@ def float64():
 
 
 class SeededDropout(nn.Module):
-    """Dropout whose mask depends on nothing but the shape of the batch, so that another pass finds the same."""
+    """Dropout whose mask depends only on the shape of the batch, so that every pass has the same mask."""
 
     def forward(self, x):
         generator = torch.Generator().manual_seed(len(x))
@@ -34,14 +34,14 @@ def network():
 
 
 class Worsening(PlateauPlugin):
-    """Sees the validation loss grow in each stage, so that the weights of the first epoch are the best."""
+    """Gets a validation loss that grows in each stage, so that the weights of the first epoch are the best."""
 
     def loss(self, strategy):
         return float(strategy.clock.train_exp_epochs)
 
 
 def published_fisher(state, experience):
-    """The data in their order, dropout on, the model's own labels: Σ B g² / n."""
+    """Return Σ B g² / n with unshuffled data, dropout, and the labels that the model predicts."""
     model = network()
     for task in range(experience.task_label + 1):
         model.classifier.adaptation(blobs().train_stream[task])

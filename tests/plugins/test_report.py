@@ -1,4 +1,4 @@
-"""What a plugin says about a model."""
+"""The report of a plugin about a model."""
 
 import pytest
 import torch

@@ -124,7 +124,7 @@ def test_second_stage_is_bitwise_a_plain_training(optimizer, schedule):
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule_runs_again_in_the_second_stage(schedule):
-    """Avalanche itself cannot restart a SequentialLR between experiences, so it is looked at within one."""
+    """Avalanche itself cannot restart a SequentialLR between experiences, so the test has only one."""
     rates, merge = [], BecameMergePlugin()
     merge.t = 1  # so that the first experience has two stages
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_a_stop_in_the_last_epoch_skips_nothing():
 
 
 def test_second_stage_starts_from_an_evaluation_of_its_first_weights():
-    """Early stopping and plateau schedules compare with the last evaluation, which was of other weights."""
+    """Early stopping and plateau schedules compare with the last evaluation, which had other weights."""
     losses, stages = [], []
     key = "Loss_Exp/eval_phase/valid_stream/Task001/Exp001"
 
@@ -312,7 +312,7 @@ def test_nothing_of_the_wrapper_remains_after_an_error(stage):
 
     now.append(0)
     spy.before_update = lambda strategy, **kwargs: None
-    strategy.train(second)  # and the stream goes on
+    strategy.train(second)  # training of the stream continues
     strategy.train(third)
     assert [record.t for record in merge.merges] == [2, 3]
     assert set(vars(strategy)) == own

@@ -36,7 +36,7 @@ def normalised():
 
 
 def trained(plugins, benchmark, n_tasks=3):
-    """The strategy, what it computed for the first task after that task, and the drift of its layers since."""
+    """Return the strategy, the outputs of the first task right after it, and the drift of the layers since then."""
     torch.manual_seed(0)
     strategy = naive(normalised(), plugins)
     strategy.train(benchmark.train_stream[0])
@@ -47,7 +47,8 @@ def trained(plugins, benchmark, n_tasks=3):
 
 def test_drift_is_noticed_once():
     with pytest.warns(
-        UserWarning, match=r"running statistics of 1 normalisation layers.*features\.1: by .*RunningStatistics\(\)"
+        UserWarning,
+        match=r"running statistics of 1 normalisation layers.*features\.1 \(the mean by .*RunningStatistics\(\)",
     ) as w:
         _, _, drift = trained([GPMPlugin(1, n_samples=None)], shifted())
     assert len(w) == 1

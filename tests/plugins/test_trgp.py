@@ -1,4 +1,4 @@
-"""How TRGP serves each task with weights of its own."""
+"""TRGP uses separate weights for each task."""
 
 import copy
 from unittest import mock
@@ -157,7 +157,7 @@ def test_the_nearest_tasks_are_trusted():
 
 
 def test_nothing_trusted_gives_the_gradients_of_gpm():
-    """With the same basis, so until the end of the second task: TRGP's basis grows by another rule."""
+    """Compares until the end of the second task, since later TRGP extends its basis by another rule."""
     results = []
     for plugin in (GPMPlugin(0.9), TRGPPlugin(threshold=0.9, top_k=0), TRGPPlugin(1.0, threshold=0.9)):
         torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_nothing_trusted_gives_the_gradients_of_gpm():
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_old_subspaces_keep_their_outputs(reference):
-    """``W S_i`` does not move in later tasks. With the published slip the strongest new direction does."""
+    """``W S_i`` does not change in later tasks. With the bug of the published code the strongest new direction does."""
     plugin, drift = trusting(reference=reference, n_samples=None), []
     name = "features.0.weight"
     kept = {}
@@ -390,7 +390,7 @@ def test_evaluation_in_the_middle_of_a_training_changes_nothing():
 
 
 def test_merge_after_an_evaluation_of_another_task_looks_at_its_own():
-    """The Fisher information and the memory are those of the task in training, whatever was evaluated last."""
+    """The Fisher information and the memory use the scales of the trained task, even after evaluating another."""
     results = []
     for eval_every in (-1, 1):
         torch.manual_seed(0)
