@@ -1,9 +1,9 @@
-"""Variants of the BECAME merge, as plugins that a study names: one change each, everything else as in the paper.
+"""Variants of the BECAME merge as plugins for studies. Each changes one thing; everything else is as in the paper.
 
     became study experiments/studies/became-plus-split-digits.toml
 
-docs/merging.md has the results. Variants that are options of ``BecameMergePlugin``, such as the exact Fisher
-information, are written as options in the studies.
+The results are in docs/merging.md. Variants that are options of ``BecameMergePlugin``, such as the exact Fisher
+information, are set as options in the study files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMOOTHING = 0.1
 
 
 class Refit(BecameMergePlugin):
-    """After the merge, trains the current head for a few epochs. Everything that earlier tasks use is frozen."""
+    """Trains the current head for a few epochs after the merge. All parameters that earlier tasks use are frozen."""
 
     def on_merged(self, strategy: SupervisedTemplate, inputs: MergeInputs, run: Callable[[int], None]) -> None:
         shared = [parameter for name, parameter in trainable(strategy).items() if _used_before(inputs, name)]
@@ -45,16 +45,16 @@ def _used_before(inputs: MergeInputs, name: str) -> bool:
 
 
 class ProjectedAfter(BecameMergePlugin):
-    """After the merge, trains a third stage with projection."""
+    """Trains a third stage, with projection, after the merge."""
 
     def on_merged(self, strategy: SupervisedTemplate, inputs: MergeInputs, run: Callable[[int], None]) -> None:
         run(3)
 
 
 class Average(BecameMergePlugin, StageAware):
-    """Takes as ``θ̂`` the mean of the weights at the ends of the epochs of stage 2, all but the last.
+    """Uses the mean of the weights after each epoch of stage 2, except the last epoch, as ``θ̂``.
 
-    A stage of one epoch has no such mean, and ``θ̂`` is where it ends.
+    If stage 2 has only one epoch, ``θ̂`` is the weights at its end, as without this plugin.
     """
 
     def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
@@ -73,7 +73,7 @@ class Average(BecameMergePlugin, StageAware):
 
 
 class ValidationFisher(BecameMergePlugin):
-    """Estimates the Fisher information on the validation data of the task."""
+    """Estimates the Fisher information on the validation data of the task instead of its training data."""
 
     def estimate_fisher(
         self, strategy: SupervisedTemplate, names: Container[str], num_workers: int
@@ -88,7 +88,7 @@ class ValidationFisher(BecameMergePlugin):
 
 
 class SmoothedFisher(BecameMergePlugin):
-    """Estimates the Fisher information with smoothed labels."""
+    """Estimates the Fisher information with label smoothing."""
 
     def estimate_fisher(
         self, strategy: SupervisedTemplate, names: Container[str], num_workers: int
@@ -104,7 +104,7 @@ class SmoothedFisher(BecameMergePlugin):
 
 
 class MiddleFisher(BecameMergePlugin):
-    """Estimates the Fisher information of the merge at the middle of the path instead of at its end ``θ̂``."""
+    """Estimates the Fisher information for the merge in the middle between ``θ_GP`` and ``θ̂`` instead of at ``θ̂``."""
 
     _middle: dict[str, Tensor] | None = None
 

@@ -1,4 +1,4 @@
-"""GPM on a stream of new classes with a head that grows: `python experiments/class_incremental.py`."""
+"""GPM on a class-incremental stream with a growing head: `python experiments/class_incremental.py`."""
 
 import warnings
 from copy import deepcopy
@@ -29,6 +29,6 @@ for experience in benchmark.train_stream:
     if t == 0:
         before = deepcopy(model)
     print(f"after {2 * t + 2:2} classes: ACC {accuracy.acc:.1%}" + (f", BWT {accuracy.bwt:+.1%}" if t else ""))
-print("how far outputs on the first two classes have moved since:")
+print("relative change of layer outputs on the first two classes since they were learned:")
 for layer, moved in measure_drift(before, model, benchmark.train_stream[0]).items():
     print(f"{layer:21} {moved:.1%}")

@@ -1,4 +1,4 @@
-"""GPM with BECAME on a stream of domains with one head of ten outputs: `python experiments/domain_incremental.py`."""
+"""GPM with BECAME on a domain-incremental stream with one head: `python experiments/domain_incremental.py`."""
 
 import warnings
 

@@ -1,12 +1,13 @@
-"""How far the outputs of every layer move: a vision transformer, and MobileNetV2 with its ImageNet weights.
+"""Measure how far the outputs of each layer drift in a vision transformer and in a pre-trained MobileNetV2.
 
     python experiments/layers.py --data DIR --weights mobilenet_v2-b0353104.pth
 
-The folder holds ``cifar-100-python``; the weights are torchvision's ``MobileNet_V2_Weights.IMAGENET1K_V1``. Three
-tasks of ten classes of CIFAR-100 with some of their images, enlarged for MobileNetV2. Drift is what ``measure_drift``
-gives for the test images of the first task, between the end of the first task and the end of the last. Writes
-runs/layers.json and prints a table of it; runs that the file has already are not repeated. That of docs/layers.md is
-experiments/results/layers.json.
+DIR contains ``cifar-100-python``. The weights are torchvision's ``MobileNet_V2_Weights.IMAGENET1K_V1``. The stream has
+three tasks of ten classes of CIFAR-100, with a subset of the images, enlarged for MobileNetV2. Drift is the result of
+``measure_drift`` on the test images of the first task, between the end of the first task and the end of the last.
+
+Results are written to runs/layers.json and printed as a table. Runs that are already in that file are not repeated. The
+table in docs/layers.md is made from experiments/results/layers.json.
 """
 
 import argparse
@@ -42,20 +43,21 @@ SETTINGS = {
 
 
 def vision_transformer(weights: Path) -> nn.Module:
-    """torchvision's, small and from scratch."""
+    """Return a small vision transformer of torchvision, not pre-trained."""
     model = VisionTransformer(image_size=32, patch_size=4, num_layers=3, num_heads=4, hidden_dim=64, mlp_dim=128)
     model.heads = nn.Identity()
     return MultiHeadNetwork(model, 64)
 
 
 class FixedStatistics(nn.BatchNorm2d):
-    """Batch normalisation that keeps the statistics of ImageNet: those of small batches would replace them."""
+    """Batch normalisation that keeps the ImageNet statistics, which training on small batches would overwrite."""
 
     def train(self, mode: bool = True) -> nn.Module:
         return super().train(False)
 
 
 def mobilenet(weights: Path) -> nn.Module:
+    """Return torchvision's MobileNetV2 with ImageNet weights and one head per task."""
     model = mobilenet_v2(norm_layer=FixedStatistics)
     model.load_state_dict(torch.load(weights, weights_only=True))
     model.classifier = nn.Identity()
@@ -66,7 +68,7 @@ MODELS = {"vision transformer": vision_transformer, "MobileNetV2": mobilenet}
 
 
 def stream(data: Path, train: int, test: int, pixels: int, **_: object):
-    """The first tasks of 10-Split CIFAR-100 with the first images of each, in memory."""
+    """Return the first tasks of 10-Split CIFAR-100 with the first images of each, in memory."""
     whole = split_cifar100(10, dataset_root=data)
 
     def part(experience, n):
@@ -83,6 +85,7 @@ def stream(data: Path, train: int, test: int, pixels: int, **_: object):
 
 
 def run(name: str, method: str, benchmark, weights: Path) -> dict:
+    """Train one model with one method, and return its accuracies and the drift of each layer."""
     torch.manual_seed(0)
     settings = SETTINGS[name]
     model, matrix = MODELS[name](weights), AccuracyMatrix()
@@ -103,7 +106,9 @@ def run(name: str, method: str, benchmark, weights: Path) -> dict:
         if t == 0:
             before = deepcopy(model)
             for own, parameter in model.features.named_parameters():
-                if "class_token" in own or "pos_embedding" in own:  # constants, which no projection can protect
+                if (
+                    "class_token" in own or "pos_embedding" in own
+                ):  # they have no input, so projection cannot protect them
                     parameter.requires_grad_(False)
     seconds = process_time() - start
     drift = measure_drift(before, model, benchmark.test_stream[0])
@@ -127,7 +132,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def table(record: dict) -> str:
-    """For each model ACC and BWT in percent, and the median and the largest drift of the layers of each kind."""
+    """Return ACC and BWT in percent, and the median / maximum drift of the layers of each kind, for each model."""
     tables = []
     for model, runs in record["runs"].items():
         kinds = list(dict.fromkeys(kind for one in runs.values() for kind in one["kinds"].values()))
@@ -146,15 +151,15 @@ def table(record: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder with cifar-100-python")
+    parser.add_argument("--weights", type=Path, required=True, help="ImageNet weights of MobileNetV2 (.pth)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=UserWarning)
     record: dict = json.loads(OUT.read_text()) if OUT.exists() else {"settings": {}, "runs": {}}
     record |= {"gpm": GPM, "torch": torch.__version__.split("+")[0]}
     for name in MODELS:
-        if record["settings"].get(name) != SETTINGS[name]:  # otherwise what is done need not be done again
+        if record["settings"].get(name) != SETTINGS[name]:  # finished runs with other settings are discarded
             record["settings"][name], record["runs"][name] = SETTINGS[name], {}
         runs = record["runs"][name]
         benchmark = stream(arguments.data, **SETTINGS[name])

@@ -1,11 +1,13 @@
-"""What each method holds between tasks, on the network and with the settings of the papers for 20-Split miniImageNet.
+"""Measure the memory that each method holds between tasks, with the network and settings of 20-Split miniImageNet.
 
     python experiments/memory.py
 
-The images are synthetic and few, and the training is short: this measures memory, not accuracy. What methods hold that
-keep bases of inputs depends on how far the training takes the network from its initialisation, so these are run twice:
-with the learning rate of the papers, and with one that leaves the network almost as it was. Writes the sizes in bytes
-to runs/memory.json and prints a table of them. Those of docs/memory.md are in experiments/results/memory.json.
+The script measures memory, not accuracy, so it uses a few synthetic images and trains briefly. The size of a basis of
+inputs depends on how far training moves the network away from its initialisation. So methods with such a basis are run
+twice: with the papers' learning rate, and with a low one that hardly changes the network.
+
+Sizes in bytes are written to runs/memory.json and printed as a table. The table in docs/memory.md is made from
+experiments/results/memory.json.
 """
 
 import json
@@ -40,7 +42,7 @@ SETTINGS = {
 }
 METHODS = (*SETTINGS, "gpm+became")
 BASES = ("gpm", "sgp", "trgp")
-PAPER = {  # model parameters, and additional memory of the first and the second stage, in MiB
+PAPER = {  # MiB: parameters of the model, additional memory of stage 1, additional memory of stage 2
     "gpm": (4.74, 37.51, None),
     "sgp": (4.74, 53.47, None),
     "trgp": (73.23, 1359.18, None),
@@ -50,9 +52,10 @@ PAPER = {  # model parameters, and additional memory of the first and the second
 
 
 def task(t):
-    """Images with the spectrum of natural ones, amplitude ~ 1 / frequency: a pattern per class, and noise, in colours.
+    """Return synthetic images of task ``t`` and their labels: a pattern per class, plus noise.
 
-    The slope of the spectrum, the colours and the patterns are those of the task.
+    Their spectrum falls as that of natural images, amplitude ~ 1 / frequency. Each task has a different slope of the
+    spectrum, different colours and different patterns.
     """
     generator = torch.Generator().manual_seed(t)
     slope = 1 + 0.5 * torch.rand((), generator=generator)
@@ -70,13 +73,13 @@ def task(t):
 
 
 def measure(method, rate, benchmark, progress):
-    """Train all tasks with the plugins of ``method``, and look at what they and the model hold."""
+    """Train all tasks with the plugins of ``method``, and return the memory of plugins and model in bytes."""
     progress.set_description(f"{method}, learning rate {rate}")
     torch.manual_seed(0)
     first, *second = method.split("+")
     plugins = Method.parse(method, SETTINGS[first]).make_plugins()
     model = ReducedResNet18(SIZE)
-    sgd = first != "nscl"  # which has its own recipe
+    sgd = first != "nscl"  # NSCL has its own recipe, with Adam
     optimizer = torch.optim.SGD(model.parameters(), lr=rate) if sgd else torch.optim.Adam(nscl_groups(model))
     strategy = Naive(
         model=model,
@@ -101,18 +104,18 @@ def measure(method, rate, benchmark, progress):
 
 
 def parts(plugin, total):
-    """What the memory of a projection plugin is made of."""
+    """Return the parts of the memory of a projection plugin in bytes."""
     sizes = Counter()
     normalisation = plugin.normalisation if isinstance(plugin, NSCLPlugin) else {}
     for tensors in (*normalisation.values(), *plugin.memory.values()):
         for key, tensor in tensors.items():
             sizes[key] += size([tensor])
-    sizes["scales"] = total - sizes.total()  # what is not memory of a layer: TRGP's matrices
+    sizes["scales"] = total - sizes.total()  # the rest is not stored per layer: TRGP's scale matrices
     return dict(+sizes)
 
 
 def at_most(method, model):
-    """What a projection method can hold after all tasks, whatever the data, with d values in an input of a layer."""
+    """Return the largest memory that a projection method can hold after all tasks, for any data, in bytes."""
     d = [layer.weight[0].numel() for layer in model.features.modules() if isinstance(layer, torch.nn.Conv2d)]
     values, squares = sum(d), sum(side**2 for side in d)
     normalisation = sum(parameter.numel() for parameter in model.features.parameters() if parameter.dim() == 1)
@@ -127,11 +130,12 @@ def at_most(method, model):
 
 
 def size(tensors):
+    """Return the size of tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def table(record: dict) -> str:
-    """The record as a table in MiB, beside what the paper gives."""
+    """Return the sizes as a table in MiB, next to the paper's."""
     ours = ["model", "stage 1", "low rate", "at most", "stage 2"]
     theirs = ["paper: model", "paper: stage 1", "paper: stage 2"]
     rows = [["method", *ours, *theirs, "made of"], ["---", *["---:"] * 8, "---"]]

@@ -21,7 +21,7 @@ from statistics import mean
 import torch
 
 from became_avalanche import BecameMergePlugin, Fisher, Method, Session, find_benchmark
-from became_avalanche.analysis.path import grid, measure, walk
+from became_avalanche.analysis.path import grid, measure, measure_path
 from became_avalanche.merging.fisher import accumulate, zero_padded
 from became_avalanche.merging.rules import became
 from became_avalanche.results.statistics import paired
@@ -69,7 +69,7 @@ class EveryMerge(BecameMergePlugin):
         seen, valid = benchmark.train_stream[: inputs.t], benchmark.streams["valid"][: inputs.t]
         for which, theta_hat in self._candidates.items():
             path = replace(inputs, candidate=theta_hat)
-            losses, _ = walk(strategy, path.base, theta_hat, grid(0.05), seen, self.n_samples)
+            losses, _ = measure_path(strategy, path.base, theta_hat, grid(0.05), seen, self.n_samples)
             total = [sum(column) for column in zip(*losses, strict=True)]
             best = grid(0.05)[total.index(min(total))]
             for labels, mode in product(LABELS, MODES):

@@ -1,14 +1,14 @@
-"""Write the tables and figures of README.md and docs/ anew from the records in experiments/results/runs.
+"""Generate the tables and figures of README.md and docs/ from the records in experiments/results/runs.
 
     make tables
 
-A page marks the place of a table, and everything between the two marks is replaced:
+Two marks in a page enclose each table. Everything between them is replaced:
 
     <!-- table: experiments/studies/split-digits.toml -->
     <!-- end -->
 
 ``TABLES`` lists the kinds of tables. Each study has a figure, experiments/results/figures/<study>.png, and ``PICTURES``
-lists the figures of docs/figures.md.
+lists the figures in docs/figures.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MARKED = re.compile(r"(?P<start><!-- (?P<kind>[a-z]+): (?P<source>\S+) -->\n).*?
 
 @cache
 def records_in(study: Path) -> list[Record]:
-    """The records of a study in the order of its methods; raises a ValueError if one is missing or not done."""
+    """Return the records of a study in the order of its methods. Raises a ValueError if one is missing or not done."""
     content = Study.read(study)
     statuses = status_of(content.specs(), RUNS)
     records = []
@@ -57,62 +57,62 @@ def records_in(study: Path) -> list[Record]:
 
 
 def comparison(study: Path) -> str:
-    """ACC and BWT of all methods, and the gains over baseline and control."""
+    """Return ACC and BWT of all methods, and the gains over baseline and control."""
     records = records_in(study)
     return _block(table(records).text(), text_gains(gains(records)))
 
 
 def trials(study: Path) -> str:
-    """Validation accuracy of all variants of the merge, and their gains over the paper's and over equal training."""
+    """Return the validation accuracy of all variants of the merge, and their gains over BECAME and equal training."""
     records = records_in(study)
     over = [text_gains(gains_over(records, label, "valid_acc")) for label in ("became", "gpm-2x")]
     return _block(table(records, ("valid_acc", "acc", "epochs")).text(), *over)
 
 
 def choices(study: Path) -> str:
-    """Validation accuracy of all settings of the merge, and their gains over the first of them."""
+    """Return the validation accuracy of all settings of the merge, and their gains over the first setting."""
     records = records_in(study)
     first = next(record.label for record in records if "+" in record.method)
     over = text_gains(gains_over(records, first, "valid_acc"))
     return _block(table(records, ("valid_acc", "acc", "bwt", "coefficient", "epochs")).text(), over)
 
 
-def gained(study: Path) -> str:
-    """What BECAME gains over each method, and over equal training."""
+def became_gains(study: Path) -> str:
+    """Return the gains of BECAME over each method and over equal training."""
     became = [gain for gain in gains(records_in(study)) if gain.label.endswith("+became")]
     return _block(text_gains(became))
 
 
 def paths(scans: Path) -> str:
-    """The coefficients of all estimators on each path."""
+    """Return the coefficients of all estimators on each path."""
     from experiments.paths import table
 
     return _block(table(json.loads(scans.read_text())))
 
 
 def memory(sizes: Path) -> str:
-    """What each method holds between tasks."""
+    """Return the memory that each method holds between tasks."""
     from experiments.memory import table
 
     return table(json.loads(sizes.read_text()))
 
 
 def layers(drift: Path) -> str:
-    """How far the outputs of layers move."""
+    """Return the drift of layer outputs."""
     from experiments.layers import table
 
     return table(json.loads(drift.read_text()))
 
 
 def benchmarks(catalogue: Path) -> str:
-    """The benchmarks of the catalogue."""
+    """Return the list of benchmarks in the catalogue."""
     from became_avalanche.runs.describe import list_benchmarks
 
     return _block(list_benchmarks(BENCHMARKS.values()))
 
 
 def _block(*parts: str) -> str:
-    """A code block of parts with an empty line between them."""
+    """Return a Markdown code block of the parts, separated by empty lines."""
     return "```\n" + "\n\n".join(parts) + "\n```"
 
 
@@ -120,17 +120,17 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "table": comparison,
     "trials": trials,
     "choices": choices,
-    "gains": gained,
+    "gains": became_gains,
     "paths": paths,
     "memory": memory,
     "layers": layers,
     "benchmarks": benchmarks,
 }
-"""Kind of table -> function of the file that the mark names."""
+"""Kind of table -> function that makes it from the file named in the mark."""
 
 
-def rewritten(page: str) -> str:
-    """The text of a page with all of its tables made anew."""
+def regenerated(page: str) -> str:
+    """Return the text of a page with all tables regenerated."""
 
     def replace(match: re.Match[str]) -> str:
         text = look_up("kind of table", match["kind"], TABLES)(ROOT / match["source"])
@@ -140,7 +140,7 @@ def rewritten(page: str) -> str:
 
 
 def draw(study: Path) -> None:
-    """Draw the figure of a study."""
+    """Draw the comparison figure of a study."""
     records = records_in(study)
     scaled = budget(records[0].spec)
     title = f"{records[0].benchmark} ({scaled})" if scaled else ""
@@ -153,11 +153,11 @@ PICTURES = {
     "10-split-cifar100-cpu": ("training", "matrix", "average", "final", "coefficients"),
     "figures-cifar100": ("losses", "aoa", "ranks", "costs", "path", "landscape"),
 }
-"""Study -> the figures of docs/figures.md that are made of its records."""
+"""Study -> the figures in docs/figures.md that are drawn from its records."""
 
 
 def pictures(folder: Path) -> Iterator[tuple[Path, str, Path]]:
-    """The file, the name and the study of each figure of docs/figures.md."""
+    """Yield the file, the name and the study of each figure in docs/figures.md."""
     for stem, names in PICTURES.items():
         benchmark = "cifar100" if "cifar100" in stem else "digits"
         for name in names:
@@ -165,7 +165,7 @@ def pictures(folder: Path) -> Iterator[tuple[Path, str, Path]]:
 
 
 def draw_pictures(folder: Path) -> None:
-    """Draw the figures of docs/figures.md."""
+    """Draw the figures in docs/figures.md."""
     for path, name, study in pictures(folder):
         records = records_in(study)
         folders = [RUNS.root / record.key for record in records if record.merges]
@@ -177,16 +177,18 @@ def draw_pictures(folder: Path) -> None:
             figure = FIGURES_OF_RECORDS[name].draw(records)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(content := io.BytesIO(), dpi=110)
-        Image.open(content).convert("RGB").quantize(256).save(path, optimize=True)  # a third of the size
+        Image.open(content).convert("RGB").quantize(256).save(
+            path, optimize=True
+        )  # reduces the file to a third of its size
 
 
 def main() -> None:
-    """Write all tables and figures anew."""
+    """Regenerate all tables and figures."""
     warnings.filterwarnings("ignore", message="no QP solver found")
     try:
         for page in PAGES:
             text = page.read_text()
-            if (new := rewritten(text)) != text:
+            if (new := regenerated(text)) != text:
                 write_atomically(page, new)
                 print(f"changed: {page.relative_to(ROOT)}")
         for study in STUDIES:

@@ -1,18 +1,18 @@
-"""Choose the learning rate and one hyperparameter of each method on the validation streams.
+"""Choose the learning rate and one hyperparameter of each method on validation data.
 
     python experiments/tune.py split-digits permuted-digits
     python experiments/tune.py split-digits --methods sgp,owm
     python experiments/tune.py 10-split-cifar100-cpu --methods ewc --data FOLDER
 
 All methods of a comparison share one learning rate: the one with the best mean validation accuracy over `gpm`,
-`gpm-2x` and `gpm+became`. With it, each method gets the hyperparameter with the best validation accuracy, alone,
-without a second stage. Seeds are ones that no table uses. Memories of samples are limited to the largest in the grid:
-more would always be better. CIFAR-100 is tuned on its first three tasks. With --methods, the learning rate is that of
-the catalogue.
+`gpm-2x` and `gpm+became`. With this learning rate, each method gets the hyperparameter with the best validation
+accuracy when it is trained without a second stage. The seeds are not used in any table. Replay memories are limited to
+the largest size in the grid, because a larger one would always be better. CIFAR-100 is tuned on its first three tasks.
+With --methods, the learning rate is taken from the catalogue.
 
-Runs are kept in runs/tuning, so that the same command resumes, and what was tried is written to
-runs/tuning/<benchmark>.json. What the values in became_avalanche/runs/catalogue.py were chosen from is kept in
-experiments/tuning. A setting with which a run diverged has no accuracy there (null) and is never chosen.
+Runs are kept in runs/tuning: rerun the same command to resume. The accuracies of all candidates are written to
+runs/tuning/<benchmark>.json. The files behind the values in became_avalanche/runs/catalogue.py are kept in
+experiments/tuning. A candidate with a diverged run has no accuracy there (null) and is never chosen.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from became_avalanche.runs.store import Store, StoreError
 from became_avalanche.runs.study import missing, records_of, status_of
 
 SEEDS = {"split-digits": (100, 101, 102), "permuted-digits": (100,), "10-split-cifar100-cpu": (100,)}
-"""There are 36, 180 and 250 validation images per task."""
+"""Seeds per benchmark. The benchmarks have 36, 180 and 250 validation images per task."""
 TASKS = {"10-split-cifar100-cpu": 3}
 LEARNING_RATES = (0.03, 0.1, 0.3)
-JUDGES = ("gpm", "gpm-2x", "gpm+became")
+RATE_METHODS = ("gpm", "gpm-2x", "gpm+became")
 GRIDS: dict[str, tuple[str, Sequence[float]]] = {
     "ewc": ("ewc_lambda", (100, 1000, 10000, 100000)),
     "si": ("si_lambda", (10, 100, 1000, 10000)),
@@ -54,12 +54,12 @@ GRIDS: dict[str, tuple[str, Sequence[float]]] = {
     "nscl": ("a", (10, 1, 3, 100, 1000, 10000, 100000)),
     "owm": ("alpha", (1, 0.1, 10, 100, 1000)),
 }
-"""Method -> option and its values. The first of equals is chosen; for projection methods it is the default."""
+"""Method -> option and its values. The first of equally good values wins; for projection methods it is the default."""
 CIFAR_GRIDS: dict[str, tuple[str, Sequence[float]]] = {"ewc": ("ewc_lambda", (10, 100, 1000, 10000))}
 
 
 def grids_of(benchmark: str) -> dict[str, tuple[str, Sequence[float]]]:
-    """The option of each method to tune on a benchmark, and its values."""
+    """Return the option to tune for each method on a benchmark, and its values."""
     return CIFAR_GRIDS if benchmark in TASKS else GRIDS
 
 
@@ -70,7 +70,7 @@ class Tuning:
         self.name, self.store, self.local, self.workers = name, store, local, workers
 
     def specs(self, method: str, rate: float, options: dict[str, Any] | None = None) -> list[RunSpec]:
-        """The runs of a candidate, one per seed. Hyperparameters that are not given have the plugin's default."""
+        """Return the runs of a candidate, one per seed. Hyperparameters not in ``options`` have their default."""
         benchmark = BENCHMARKS[self.name]
         recipe: Any = benchmark.recipe
         tried = replace(recipe, learning_rate=rate, lr_min=recipe.lr_min * rate / recipe.learning_rate)
@@ -79,7 +79,7 @@ class Tuning:
         return [tuned.spec(chosen, seed, n_tasks=TASKS.get(self.name)) for seed in SEEDS[self.name]]
 
     def choose(self, candidates: Mapping[float, list[RunSpec]]) -> dict[str, Any]:
-        """The candidate with the best mean validation accuracy, and the accuracy of all; None if a run diverged."""
+        """Return the candidate with the best mean validation accuracy, and all accuracies; None if a run diverged."""
         self._train([spec for specs in candidates.values() for spec in specs])
         tried: dict[float, float | None] = {}
         for candidate, specs in candidates.items():
@@ -92,7 +92,7 @@ class Tuning:
         return {"chosen": max(scores, key=scores.__getitem__), "tried": {str(c): score for c, score in tried.items()}}
 
     def _train(self, specs: Sequence[RunSpec]) -> None:
-        """Train what is missing; a run that fails or cannot start ends the tuning with its message."""
+        """Train the missing runs. If a run fails or cannot start, exit with its error message."""
         wanted = missing(status_of(specs, self.store))
         with Progress({spec.key(): spec for spec in wanted}, done=len(specs) - len(wanted)) as progress:
             for outcome in Processes(self.workers).run(wanted, self.store, self.local, progress):
@@ -103,14 +103,16 @@ class Tuning:
 
 
 def tune(tuning: Tuning, methods: Sequence[str]) -> None:
-    """Choose the learning rate and the hyperparameters of all methods, or the hyperparameters of ``methods`` only."""
+    """Choose the learning rate and the hyperparameters of all methods, or only the hyperparameters of ``methods``."""
     name = tuning.name
     record: dict[str, Any] = {"benchmark": name, "seeds": SEEDS[name], "hyperparameters": {}}
     rate = BENCHMARKS[name].recipe.learning_rate
     grids = grids_of(name)
     if not methods and name not in TASKS:
-        judged = {rate: [spec for judge in JUDGES for spec in tuning.specs(judge, rate)] for rate in LEARNING_RATES}
-        record["learning_rate"] = tuning.choose(judged)
+        candidates = {
+            rate: [spec for method in RATE_METHODS for spec in tuning.specs(method, rate)] for rate in LEARNING_RATES
+        }
+        record["learning_rate"] = tuning.choose(candidates)
         rate = record["learning_rate"]["chosen"]
         print(name, record["learning_rate"], flush=True)
     for method in methods or grids:
@@ -122,18 +124,18 @@ def tune(tuning: Tuning, methods: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmarks", nargs="*", default=[benchmark.name for benchmark in EMBEDDED])
     parser.add_argument("--methods", type=lambda names: names.split(","), default=[])
     parser.add_argument("--data", help="folder of data sets")
-    parser.add_argument("--workers", type=int, help="runs at a time; default: one per CPU")
+    parser.add_argument("--workers", type=int, help="number of parallel runs (default: one per CPU)")
     parser.add_argument("--out", type=Path, default=Path("runs/tuning"), help="folder of runs")
     arguments = parser.parse_args()
     for name in arguments.benchmarks:
         if name not in SEEDS:
             parser.error(f"unknown benchmark {name!r}; {suggestion(name, SEEDS)}")
         for method in set(arguments.methods) - grids_of(name).keys():
-            parser.error(f"there are no values of {method!r} to try on {name}; {suggestion(method, grids_of(name))}")
+            parser.error(f"no grid of values for {method!r} on {name}; {suggestion(method, grids_of(name))}")
     store, local = Store(arguments.out), Local(data=arguments.data)
     try:
         store.make_writable()

@@ -1,9 +1,9 @@
-"""Fisher information against one epoch of training: AlexNet, batches of 64 random images, one thread.
+"""Compare the time of Fisher estimators with one epoch of training: AlexNet, batches of 64 random images, one thread.
 
     python experiments/speed/fisher.py
 
-Prints the median over interleaved repeats of each estimator's time, divided by that of a training epoch over the same
-images in the same repeat, and the most memory that an estimator holds beyond what a training step does.
+Prints for each estimator its time divided by the time of a training epoch over the same images (median over
+interleaved repeats), and its peak memory beyond that of training.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def peak(run) -> float:
-    """The most memory that tensors take up, in MiB."""
+    """Return the peak memory of tensors during a call, in MiB."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     held = most = 0

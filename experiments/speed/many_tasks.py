@@ -1,4 +1,4 @@
-"""Cost of a task over 50 synthetic tasks: GPM with BECAME, an MLP of 256 inputs and two layers of 256 units."""
+"""Measure the cost per task over 50 synthetic tasks: GPM with BECAME, an MLP with 256 inputs and two layers of 256."""
 
 from statistics import median
 from time import process_time
@@ -13,6 +13,7 @@ TASKS = 50
 
 
 def rows(quick: bool) -> list[Row]:
+    """Return the cost of the last ten tasks divided by that of the first ten tasks after the ranks have settled."""
     seconds, ranks = measured(2 if quick else 5)
     settled = next(task for task in range(TASKS) if ranks[task] == ranks[-1]) + 1
     early, late = seconds[settled : settled + 10], seconds[-10:]
@@ -22,7 +23,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def measured(epochs: int) -> tuple[list[float], list[tuple[int, ...]]]:
-    """CPU seconds of each task, and the ranks after it."""
+    """Return the CPU seconds of each task, and the ranks after it."""
     torch.manual_seed(0)
     tasks = [(torch.randint(256, (256, 256), dtype=torch.uint8), torch.arange(256) % 4) for _ in range(TASKS)]
     stream = benchmark_of(tasks, [], tasks, [lambda x: x.float() / 128 - 1] * TASKS, None)

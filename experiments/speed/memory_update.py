@@ -1,8 +1,8 @@
-"""Updates of the memory against the decompositions that define them.
+"""Compare updates of the memory with the decompositions that define them.
 
-GPM: the second task of AlexNet, 125 samples, from the inputs of the layers to the new bases, against a singular value
-decomposition of each residual matrix in float64. NSCL: a layer with 4608 inputs, from its covariance to the memory,
-against a singular value decomposition of the covariance.
+GPM: the update after the second task of AlexNet with 125 samples, from the inputs of the layers to the new bases. It is
+compared with a singular value decomposition of each residual matrix in float64. NSCL: the update of a layer with 4608
+inputs, from its covariance to the memory, compared with a singular value decomposition of the covariance.
 """
 
 import numpy as np
@@ -22,6 +22,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def gpm(repeats: int) -> Row:
+    """Compare the update of GPM with the decomposition, after a check that both give the same subspace."""
     torch.manual_seed(0)
     model = AlexNet()
     first, second = (inputs_of(model, task, 125) for task in (0, 1))
@@ -43,7 +44,7 @@ def gpm(repeats: int) -> Row:
 
 
 def inputs_of(model: torch.nn.Module, task: int, samples: int) -> dict[str, tuple[Layer, Tensor]]:
-    """Each layer and its inputs on samples of a task."""
+    """Return each layer and its inputs on samples of a task."""
     dataset = images().train_stream[task].dataset.eval()
     x = torch.stack([dataset[i][0] for i in range(samples)])
     seen: dict[str, tuple[Layer, Tensor]] = {}
@@ -62,13 +63,14 @@ def inputs_of(model: torch.nn.Module, task: int, samples: int) -> dict[str, tupl
 
 
 def update(layer: Layer, x: Tensor, basis: Tensor | None, threshold: float) -> Tensor:
+    """Update a basis with the package."""
     matrix = InputMatrix(single=True)
     add_inputs(matrix, layer, x)
     return grow_basis(matrix.empty_basis() if basis is None else basis, matrix, threshold)
 
 
 def by_svd(layer: Layer, x: Tensor, basis: Tensor, threshold: float) -> np.ndarray:
-    """As the paper writes it."""
+    """Update a basis as the paper defines it."""
     a = torch.cat([columns[0] for columns in layer.columns(x)], dim=-1).double().numpy()
     u = basis[0].double().numpy()
     residual = a - u @ (u.T @ a)
@@ -78,6 +80,7 @@ def by_svd(layer: Layer, x: Tensor, basis: Tensor, threshold: float) -> np.ndarr
 
 
 def nscl(dimension: int) -> Row:
+    """Compare the update of NSCL with a singular value decomposition, for a layer with ``dimension`` inputs."""
     torch.manual_seed(0)
     layers = inputs_of(PreActResNet18(), 0, 320 if dimension == 4608 else 40).values()
     layer, x = next((own, x) for own, x in layers if own.weight[0].numel() == dimension)
@@ -85,7 +88,7 @@ def nscl(dimension: int) -> Row:
     add_inputs(matrix, layer, x)
     covariance = matrix._gram[0].clone()
     work = {"ours": matrix.compressed, "oracle": lambda: torch.linalg.svd(covariance)}
-    seconds = cpu_times(work, 1, warm_up=dimension < 4608)  # the large ones take a minute each
+    seconds = cpu_times(work, 1, warm_up=dimension < 4608)  # with 4608 inputs each takes about a minute
     what = f"SVD of the covariance / memory update, NSCL, {dimension} inputs"
     note = (
         f"{kind_of_images()}; ours takes {min(seconds['ours']):.0f} s of CPU time, nearly all in eigh of LAPACK, in "

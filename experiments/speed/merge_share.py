@@ -1,4 +1,4 @@
-"""What BECAME adds beside its second training: two estimates of the Fisher information and the merge."""
+"""Measure the cost of BECAME without its second stage: two estimates of the Fisher information and the merge."""
 
 from time import process_time
 from unittest.mock import patch
@@ -14,7 +14,7 @@ from became_avalanche.strategy import state
 
 
 class Epochs(SupervisedPlugin):
-    """CPU time of each epoch."""
+    """Records the CPU time of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,6 +28,7 @@ class Epochs(SupervisedPlugin):
 
 
 def rows(quick: bool) -> list[Row]:
+    """Return that cost in percent of a stage of ten epochs."""
     torch.manual_seed(0)
     model, merge, epochs = AlexNet(), BecameMergePlugin(), Epochs()
     plugins = [GPMPlugin(), merge, epochs]

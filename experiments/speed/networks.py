@@ -1,9 +1,9 @@
-"""An epoch of AlexNet and of LeNet through the streams of the package, against the same with PyTorch's own modules.
+"""Compare an epoch of AlexNet and of LeNet with the modules of the package and with PyTorch's own modules.
 
     python experiments/speed/networks.py [--quick] [--data FOLDER]
 
 "Before" is the network with ``nn.Dropout``, ``nn.LocalResponseNorm`` and contiguous weights, in a process with the
-ordinary allocator. Both processes train one thread each on equal images in turns; what counts is their CPU time.
+default allocator. Two processes with one thread each take turns to train on the same images. CPU time is measured.
 """
 
 import argparse
@@ -31,12 +31,12 @@ IMAGES = 640
 
 
 def rows(quick: bool, data: Path = Path("data")) -> list[Row]:
-    """CPU time of an epoch, divided by that before, for each network."""
+    """Return the CPU time of an epoch divided by the time "before", for each network."""
     return [row(network, goal, 3 if quick else 7, data) for network, goal in GOALS.items()]
 
 
 def row(network: str, goal: float, repeats: int, data: Path) -> Row:
-    """Medians of epochs that two processes train in turns, after one epoch of each to warm up."""
+    """Return the median ratio over epochs that two processes train in turns, after one epoch each to warm up."""
     ways = [Training(network, before, data) for before in (True, False)]
     seconds = [[way.epoch() for way in ways] for _ in range(repeats + 1)][1:]
     for way in ways:
@@ -48,7 +48,7 @@ def row(network: str, goal: float, repeats: int, data: Path) -> Row:
 
 
 class Training:
-    """A process of its own that trains an epoch when it is told to."""
+    """A separate process that trains an epoch on request."""
 
     def __init__(self, network: str, before: bool, data: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -57,7 +57,7 @@ class Training:
         self.process.start()
 
     def epoch(self) -> float:
-        """CPU seconds of an epoch."""
+        """Train an epoch and return its CPU seconds."""
         self.connection.send("epoch")
         return self.connection.recv()
 
@@ -68,7 +68,7 @@ class Training:
 
 
 def serve(connection: Connection, network: str, before: bool, data: Path) -> None:
-    """Train an epoch for each message that says so."""
+    """Train an epoch for each message "epoch", until another message arrives."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = {"AlexNet": AlexNet, "LeNet": LeNet}[network]()
@@ -93,7 +93,7 @@ def serve(connection: Connection, network: str, before: bool, data: Path) -> Non
 
 
 def with_pytorch_modules(model: nn.Module) -> None:
-    """Put PyTorch's modules in the places of ours, and weights in contiguous memory."""
+    """Replace the modules of the package by PyTorch's, and make the weights contiguous."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Dropout):
@@ -104,9 +104,9 @@ def with_pytorch_modules(model: nn.Module) -> None:
 
 
 def images(data: Path) -> tuple[tuple[torch.Tensor, torch.Tensor], str]:
-    """Images of the first task of 10-Split CIFAR-100 with their labels, or random bytes, and which of them."""
+    """Return images and labels of the first task of 10-Split CIFAR-100, or random ones, and a description."""
     if (data / "cifar-100-python").is_dir():
-        tensor = split_cifar100(dataset_root=data).train_stream[0].dataset.where.tensors[0]
+        tensor = split_cifar100(dataset_root=data).train_stream[0].dataset.sample_index.tensors[0]
         return (tensor.images[:IMAGES], tensor.targets[:IMAGES]), "images of CIFAR-100"
     x = torch.randint(256, (IMAGES, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return (x, torch.arange(IMAGES) % 10), "random images"

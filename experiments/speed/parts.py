@@ -1,9 +1,9 @@
-"""What single parts of the networks gain, and what training and validation of split-digits spend their time on.
+"""Measure the speed-up of single parts of the networks, and profile training and validation on split-digits.
 
     python experiments/speed/parts.py
 
-One thread, random images. Milliseconds are medians of CPU time over interleaved repeats. The shares are
-those of cProfile, in which small functions look more expensive than they are.
+One thread, random images. Milliseconds are medians of CPU time over interleaved repeats. The shares come from cProfile,
+which overestimates the cost of small functions.
 """
 
 import cProfile
@@ -67,13 +67,14 @@ def main() -> None:
 
 
 def step(module: nn.Module, size: tuple[int, ...]) -> Callable[[], None]:
-    """Forward and backward pass of a module."""
+    """Return a function that runs a forward and a backward pass of a module."""
     x = torch.randn(size).to(memory_format=torch.channels_last)
     x.requires_grad_(not list(module.parameters()))
     return lambda: module(x).square().sum().backward()
 
 
 def milliseconds(work: dict[object, Callable[[], object]], repeats: int) -> list[float]:
+    """Return the median CPU time of each function in milliseconds."""
     return [1e3 * median(seconds) for seconds in cpu_times(work, repeats).values()]
 
 
@@ -82,7 +83,7 @@ def compare(what: str, ours: float, theirs: float) -> None:
 
 
 def print_shares(what: str, profiler: cProfile.Profile) -> None:
-    """The most expensive functions, with all that they call."""
+    """Print the most expensive functions, including the functions that they call."""
     stats = pstats.Stats(profiler)
     print(f"{what}, {stats.total_tt:.2f} s:")
     functions = sorted(stats.stats.items(), key=lambda own: -own[1][3])

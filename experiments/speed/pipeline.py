@@ -1,8 +1,8 @@
-"""What a run costs beside its training steps: fetching batches, Avalanche's own work, evaluation and validation.
+"""Measure the cost of a run outside its training steps: fetching batches, Avalanche, evaluation and validation.
 
     python experiments/speed/pipeline.py [--quick] [--data FOLDER]
 
-One thread, batches of 64. Trainings are compared with a plain loop over the same tensors as ratios of CPU time, medians
+One thread, batches of 64. Training is compared with a plain loop over the same tensors. Ratios of CPU time are medians
 over interleaved repeats.
 """
 
@@ -35,19 +35,19 @@ EPOCHS = {"digits": 20, "LeNet": 1}
 
 
 def rows(quick: bool, data: Path = Path("data")) -> list[Row]:
-    """All measurements of this file."""
+    """Return all measurements of this file."""
     torch.set_num_threads(1)
     repeats = 3 if quick else 7
     return [digits(repeats), *(images(augment, repeats) for augment in (None, crop_and_flip)), *passes(quick, data)]
 
 
-# --------------------------------------------------------------------------------------------------------- trainings
+# ---------------------------------------------------------------------------------------------------------- training
 
 
 def digits(repeats: int) -> Row:
-    """A task of split-digits, also as an ordinary benchmark of Avalanche and with batches that cost nothing."""
+    """Measure a task of split-digits, also as an ordinary Avalanche benchmark and with batches fetched beforehand."""
     stream = split_digits()
-    tensor = stream.train_stream[0].dataset.where.tensors[0]
+    tensor = stream.train_stream[0].dataset.sample_index.tensors[0]
     x, y = tensor.images, tensor.targets
     ordinary = create_generic_benchmark_from_tensor_lists([(x, y)], [(x, y)], task_labels=[0])
     ours, theirs, free = ratios(
@@ -64,7 +64,7 @@ def digits(repeats: int) -> Row:
 
 
 def images(augment: Callable[[torch.Tensor], torch.Tensor] | None, repeats: int, n: int = 640) -> Row:
-    """LeNet on random images, with and without augmentation."""
+    """Measure LeNet on random images, with or without augmentation."""
     x, y = torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8), torch.arange(n) % 10
     transform = normalise(**NORMALISATION["gpm"])
     stream = benchmark_of([(x, y)], [], [(x, y)], [transform], augment)
@@ -78,7 +78,7 @@ def images(augment: Callable[[torch.Tensor], torch.Tensor] | None, repeats: int,
 
 
 def plain(model, stream, x, y, transform, augment, epochs):
-    """A training as one would write it without Avalanche."""
+    """Return a function that trains with a plain loop, without Avalanche."""
     avalanche_model_adaptation(model, stream.train_stream[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     labels = torch.zeros(64, dtype=torch.long)
@@ -96,7 +96,7 @@ def plain(model, stream, x, y, transform, augment, epochs):
 
 
 class FreeBatches(Naive):
-    """A strategy whose batches are there already."""
+    """A strategy that fetches its batches only once, so that they cost nothing later."""
 
     def make_train_dataloader(self, **kwargs):
         """Fetch all batches of the experience at the first call."""
@@ -107,7 +107,7 @@ class FreeBatches(Naive):
 
 
 def avalanche(model, stream, epochs, strategy_class=Naive):
-    """The training of a strategy."""
+    """Return a function that trains with an Avalanche strategy."""
     strategy = strategy_class(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
@@ -120,13 +120,13 @@ def avalanche(model, stream, epochs, strategy_class=Naive):
 
 
 def ratios(loops, repeats: int) -> list[float]:
-    """CPU time of each loop but the first, divided by that of the first."""
+    """Return the CPU time of every loop except the first, divided by the time of the first."""
     seconds = [[timed(loop) for loop in loops] for _ in range(repeats + 1)][1:]
     return [median(own[k] / own[0] for own in seconds) for k in range(1, len(loops))]
 
 
 def timed(loop) -> float:
-    """CPU seconds of a call."""
+    """Return the CPU seconds of a call."""
     start = process_time()
     loop()
     return process_time() - start
@@ -136,7 +136,7 @@ def timed(loop) -> float:
 
 
 def passes(quick: bool, data: Path) -> list[Row]:
-    """Share of evaluation and validation in a run."""
+    """Return the share of evaluation and validation in a run."""
     with clocks() as seconds:
         total = timed(lambda: train("split-digits", "gpm", n_tasks=2 if quick else None))
     found = [share("split-digits, gpm", sum(seconds.values()) / total, "a whole run")]
@@ -146,7 +146,7 @@ def passes(quick: bool, data: Path) -> list[Row]:
             total = timed(
                 lambda: train("10-split-cifar100-cpu", "gpm", n_tasks=1, max_epochs=epochs, dataset_root=data)
             )
-        # after each of ten tasks all tasks seen are evaluated, (10 + 1) / 2 of them in the mean
+        # all tasks seen so far are evaluated after each of the ten tasks: (10 + 1) / 2 tasks on average
         evaluation = seconds["evaluation"] * (tasks + 1) / 2 + seconds["first epoch"]
         outside = seconds["validation"] / epochs * usual + evaluation
         training = (total - sum(seconds.values())) / epochs * usual
@@ -156,13 +156,13 @@ def passes(quick: bool, data: Path) -> list[Row]:
 
 
 def share(run: str, value: float, note: str) -> Row:
-    """A row for a share of a run."""
+    """Return the row for a share of a run."""
     return Row(f"evaluation and validation / run, {run}", value, "<= 0.05", value <= 0.05, note)
 
 
 @contextmanager
 def clocks() -> Iterator[dict[str, float]]:
-    """CPU seconds in evaluation, on validation data, and on test data after the first epoch of a task, while open."""
+    """Measure CPU seconds of evaluation, of validation, and of testing after the first epoch, inside the context."""
     seconds = {"evaluation": 0.0, "validation": 0.0, "first epoch": 0.0}
     places = [
         (SupervisedTemplate, "eval", "evaluation"),

@@ -1,7 +1,7 @@
-"""A projected step of training against a plain one, in tasks of CIFAR-100 and with several optimizers.
+"""Compare a projected with a plain training step, on tasks of CIFAR-100 and with several optimizers.
 
-Both steps run in one strategy, with the plugin in its list or without it, in turns. The tasks before were trained on a
-few batches each, and the memory holds their inputs with the thresholds of GPM's paper.
+Both steps run in turns in one strategy, with the plugin in its list and without it. Each earlier task was trained on a
+few batches, and its inputs were added to the memory with the thresholds of the GPM paper.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +23,7 @@ GOALS = {"SGD": 1.05, "SGD with momentum and weight decay": 1.15, "Adam": 1.15}
 
 
 def rows(quick: bool) -> Iterator[Row]:
+    """Yield the ratio of projected to plain steps for each network, optimizer and number of tasks."""
     tasks, repeats = ((1,), 3) if quick else ((1, 5, 10), 15)
     yield from measured("AlexNet", AlexNet, GPMPlugin(), 64, tasks, tuple(OPTIMIZERS), repeats)
     for batch in (10, 64):
@@ -43,6 +44,7 @@ def measured(
     optimizers: tuple[str, ...],
     repeats: int,
 ) -> list[Row]:
+    """Train the tasks one after the other, and measure steps when the memory holds one of ``tasks`` tasks."""
     torch.manual_seed(0)
     result: list[Row] = []
 
@@ -69,7 +71,9 @@ def measured(
     pause = Pause(10, measure)
     strategy = strategy_of(model, torch.optim.SGD(model.parameters(), lr=0.01), [plugin, pause], batch)
     stream = list(images().train_stream)
-    for experience in [*stream, stream[0]][: max(tasks) + 1]:  # after ten tasks, the first one comes again
+    for experience in [*stream, stream[0]][
+        : max(tasks) + 1
+    ]:  # the stream has ten tasks, so the step after ten tasks uses the first again
         if plugin.experiences == max(tasks):
             pause.batches = 1
         strategy.train(experience)
@@ -77,5 +81,6 @@ def measured(
 
 
 def steps(strategy: Naive, plugins: list[object]) -> None:
+    """Train an epoch with these plugins."""
     strategy.plugins = plugins
     strategy.training_epoch()

@@ -1,17 +1,17 @@
-"""Side by side with the authors' own codes of GPM, TRGP and Adam-NSCL: time of an epoch and of a memory update, memory.
+"""Compare the package with the authors' codes of GPM, TRGP and Adam-NSCL: time per epoch and memory update, memory.
 
     python experiments/speed/table.py --reference FOLDER [--quick] [--data FOLDER]
 
-FOLDER holds clones of their repositories under these names:
+FOLDER contains clones of the repositories under these names:
 
     git clone https://github.com/sahagobinda/GPM FOLDER/GPM
     git clone https://github.com/LYang-666/TRGP FOLDER/TRGP
     git clone https://github.com/ShipengWang/Adam-NSCL FOLDER/Adam-NSCL
 
-Their functions are called as their ``main`` calls them, on the same images as ours, each in a process of its own with
-one thread. The second of two tasks is measured, since the first is not projected. Their plots and their logs are left
-out. TRGP and Adam-NSCL need a repair: they look for gradients after ``zero_grad``, which since PyTorch 2.0 leaves none.
-Without it TRGP stops with an error, and the memory of Adam-NSCL stays empty.
+The functions of the authors' codes are called as their ``main`` calls them, on the same images as ours. Each code runs
+in a separate process with one thread. The second of two tasks is measured, since the first is not projected. Plots and
+logs are disabled. TRGP and Adam-NSCL need a fix: they read gradients after ``zero_grad``, which deletes gradients since
+PyTorch 2.0. Without the fix TRGP stops with an error, and the memory of Adam-NSCL stays empty.
 """
 
 import os
@@ -55,17 +55,19 @@ Seconds = dict[str, float]
 
 
 def rows(quick: bool, folder: Path, data: Path = Path("data")) -> list[Row]:
-    """Ratios of CPU time and of memory, ours to theirs, for each code that is in the folder."""
+    """Return the ratios of CPU time and memory, ours divided by theirs, for each code in the folder."""
     methods = {"GPM": (theirs_gpm, partial(ours, "GPM"), 640), "TRGP": (theirs_trgp, partial(ours, "TRGP"), 640)}
     if not quick:
         methods["Adam-NSCL"] = (theirs_nscl, partial(ours, "Adam-NSCL"), 128)
     found = []
     for name, (theirs, own, n) in methods.items():
         if not (folder / name).is_dir():
-            print(f"{folder / name} does not exist; {name} is left out", file=sys.stderr)
+            print(f"{folder / name} does not exist, so {name} is skipped", file=sys.stderr)
             continue
         tasks, which = images(data, 128 if quick else n)
-        reference, here = (alone(way, folder / name, tasks) for way in (theirs, own))
+        reference, here = (
+            in_separate_process(implementation, folder / name, tasks) for implementation in (theirs, own)
+        )
         for part, unit in (("epoch", "s"), ("memory update", "s"), ("peak memory", "MB")):
             ratio = here[part] / reference[part]
             note = f"{here[part]:.2f} and {reference[part]:.2f} {unit}; {len(tasks[1][1])} {which} per task"
@@ -73,28 +75,28 @@ def rows(quick: bool, folder: Path, data: Path = Path("data")) -> list[Row]:
     return found
 
 
-def alone(way: Callable[[Path, Images], Seconds], folder: Path, tasks: Images) -> Seconds:
-    """What a way needs in a process of its own."""
+def in_separate_process(implementation: Callable[[Path, Images], Seconds], folder: Path, tasks: Images) -> Seconds:
+    """Measure an implementation in a separate process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measured, way, folder, tasks).result()
+        return pool.submit(measured, implementation, folder, tasks).result()
 
 
-def measured(way: Callable[[Path, Images], Seconds], folder: Path, tasks: Images) -> Seconds:
-    """CPU seconds of its parts, and the peak of memory in MB."""
+def measured(implementation: Callable[[Path, Images], Seconds], folder: Path, tasks: Images) -> Seconds:
+    """Return the CPU seconds of the parts of an implementation, and its peak memory in MB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        seconds = way(folder, tasks)
+        seconds = implementation(folder, tasks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {**seconds, "peak memory": peak / 1e6}
 
 
 def images(data: Path, n: int) -> tuple[Images, str]:
-    """Bytes and labels of two tasks, and which."""
+    """Return images and labels of two tasks, and a description."""
     if (data / "cifar-100-python").is_dir():
         stream = split_cifar100(dataset_root=data).train_stream
-        tensors = [stream[t].dataset.where.tensors[0] for t in range(2)]
+        tensors = [stream[t].dataset.sample_index.tensors[0] for t in range(2)]
         return [(tensor.images[:n].clone(), tensor.targets[:n].clone()) for tensor in tensors], "images of CIFAR-100"
     generator = torch.Generator().manual_seed(0)
     bytes_ = [torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator) for _ in range(2)]
@@ -105,7 +107,7 @@ TRANSFORM = normalise(**NORMALISATION["gpm"])
 
 
 def timed(function, *args, **kwargs):
-    """CPU seconds of a call, and its result."""
+    """Return the CPU seconds of a call, and its result."""
     start = process_time()
     result = function(*args, **kwargs)
     return process_time() - start, result
@@ -115,7 +117,7 @@ def timed(function, *args, **kwargs):
 
 
 class Clock(SupervisedPlugin):
-    """Takes the CPU time of epochs."""
+    """Records the CPU time at the start and the end of an epoch."""
 
     def before_training_epoch(self, strategy, **kwargs):
         self.start = process_time()
@@ -125,7 +127,7 @@ class Clock(SupervisedPlugin):
 
 
 def ours(method: str, folder: Path, tasks: Images) -> Seconds:
-    """The same with the plugin here. All but the epoch counts as memory update, projectors included."""
+    """Train two tasks with the package. All time outside the epoch counts as memory update, including projectors."""
     keep_freed_memory()
     nscl = method == "Adam-NSCL"
     model = PreActResNet18() if nscl else AlexNet()
@@ -151,7 +153,7 @@ def ours(method: str, folder: Path, tasks: Images) -> Seconds:
 
 
 def load(folder: Path, module: str):
-    """A module of theirs, without the packages for plots and logs."""
+    """Import a module of the authors' code, with the packages for plots and logs mocked."""
     for name in ("seaborn", "pandas", "tensorboardX"):
         sys.modules.setdefault(name, MagicMock())
     sys.path.insert(0, str(folder))
@@ -159,13 +161,13 @@ def load(folder: Path, module: str):
 
 
 def keeping_gradients(module_or_optimizer):
-    """Let ``zero_grad`` fill gradients with zeros, as it did before PyTorch 2.0."""
+    """Make ``zero_grad`` fill gradients with zeros, as it did before PyTorch 2.0."""
     module_or_optimizer.zero_grad = partial(module_or_optimizer.zero_grad, set_to_none=False)
     return module_or_optimizer
 
 
 def theirs_gpm(folder: Path, tasks: Images) -> Seconds:
-    """GPM: two tasks of an epoch each."""
+    """Train two tasks for one epoch each with the code of GPM."""
     code = load(folder, "main_cifar100")
     (x, y), (x2, y2) = [(TRANSFORM(x), y) for x, y in tasks]
     args, criterion = SimpleNamespace(batch_size_train=64), nn.CrossEntropyLoss()
@@ -186,7 +188,7 @@ def theirs_gpm(folder: Path, tasks: Images) -> Seconds:
 
 
 def theirs_trgp(folder: Path, tasks: Images) -> Seconds:
-    """TRGP: two tasks of an epoch each."""
+    """Train two tasks for one epoch each with the code of TRGP."""
     code = load(folder, "main_cifar100")
     code.log = MagicMock()
     (x, y), (x2, y2) = [(TRANSFORM(x), y) for x, y in tasks]
@@ -221,7 +223,7 @@ def theirs_trgp(folder: Path, tasks: Images) -> Seconds:
 
 
 def theirs_nscl(folder: Path, tasks: Images) -> Seconds:
-    """Adam-NSCL: two tasks of an epoch each."""
+    """Train two tasks for one epoch each with the code of Adam-NSCL."""
     load(folder, "svd_agent.svd_based")
     agent = import_module("svd_agent.svd_based").svd_based(
         {
@@ -239,8 +241,8 @@ def theirs_nscl(folder: Path, tasks: Images) -> Seconds:
         batches = [(TRANSFORM(x[rows]), y[rows], [str(t)] * len(rows)) for rows in order]
         agent.model.train()
         seconds["epoch"], _ = timed(agent.train_epoch, batches, 0, 0)
-        agent.train_model = lambda *_: None  # it is trained
+        agent.train_model = lambda *_: None  # it is trained already
         seconds["memory update"], _ = timed(agent.train_task, batches)
         if not agent.model_optimizer.transforms:
-            raise RuntimeError("Adam-NSCL left no memory, so its times would mean nothing")
+            raise RuntimeError("Adam-NSCL has an empty memory, so its times would be meaningless")
     return seconds

@@ -1,4 +1,4 @@
-"""What the measurements of speed share: a row of the table, images, and clocks."""
+"""Shared helpers of the speed measurements: rows of the table, images, and timing."""
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -22,41 +22,41 @@ class Row:
     """One measurement and its goal."""
 
     what: str
-    """What is measured, in words."""
+    """Name of the measurement."""
     value: float
-    """What was measured, most often a ratio of CPU times."""
+    """Measured value, usually a ratio of CPU times."""
     goal: str
-    """The goal in words, such as ``<= 1.05``."""
+    """The goal as text, such as ``≤ 1.05``."""
     met: bool
     """Whether the value meets the goal."""
     note: str
-    """How it was measured, or what bounds it."""
+    """How the value was measured, or what limits it."""
 
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA: Path | None = None
-"""Folder with ``cifar-100-python``; without one, images are random."""
+"""Folder with ``cifar-100-python``. If None, images are random."""
 
 
 def at_most(limit: float, what: str, value: float, note: str) -> Row:
-    """A row whose value should be at most ``limit``."""
+    """Return a row whose value should be at most ``limit``."""
     return Row(what, value, f"≤ {limit:g}", value <= limit, note)
 
 
 def at_least(limit: float, what: str, value: float, note: str) -> Row:
-    """A row whose value should be at least ``limit``."""
+    """Return a row whose value should be at least ``limit``."""
     return Row(what, value, f"≥ {limit:g}", value >= limit, note)
 
 
 def write_between(name: str, text: str, page: str = "speed.md") -> None:
-    """Put ``text`` between the two comments of a page of docs that name it."""
+    """Write ``text`` between the comments ``name`` and ``end of name`` of a page in docs."""
     path, start, end = DOCS / page, f"<!-- {name} -->", f"<!-- end of {name} -->"
     old = path.read_text()
     path.write_text(f"{old[: old.index(start)]}{start}\n{text}\n{old[old.index(end) :]}")
 
 
 def images(n_tasks: int = 10) -> GenericCLScenario:
-    """10-Split CIFAR-100, or as many tasks of random images of the same shape."""
+    """Return 10-Split CIFAR-100, or the same number of tasks with random images of the same shape."""
     if DATA is not None:
         return split_cifar100(n_tasks, dataset_root=DATA)
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def kind_of_images() -> str:
 def strategy_of(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, plugins: list[SupervisedPlugin], batch: int, **options
 ) -> Naive:
-    """A strategy that prints nothing."""
+    """Return a strategy that prints nothing."""
     evaluator = EvaluationPlugin(loggers=[BaseLogger()])
     return Naive(model=model, optimizer=optimizer, plugins=plugins, evaluator=evaluator, train_mb_size=batch, **options)
 
@@ -82,7 +82,7 @@ def strategy_of(
 def cpu_times(
     work: Mapping[str, Callable[[], object]], repeats: int, *, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """CPU seconds of each function in interleaved repeats; a first round to warm up does not count."""
+    """Return the CPU seconds of each function in interleaved repeats. A first round to warm up does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(repeats + warm_up):
         for name, run in work.items():
@@ -94,12 +94,12 @@ def cpu_times(
 
 
 def ratio(seconds: Mapping[str, list[float]], of: str, to: str) -> float:
-    """The median over repeats of the time of one function divided by that of the other."""
+    """Return the median over repeats of the time of ``of`` divided by the time of ``to``."""
     return median(own / other for own, other in zip(seconds[of], seconds[to], strict=True))
 
 
 class Pause(SupervisedPlugin):
-    """Stops the training of each experience after a few batches, and calls a function before its first one."""
+    """Trains only the first few batches of each experience, and calls a function before the first batch."""
 
     def __init__(self, batches: int, call: Callable[[Naive], None]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Pause(SupervisedPlugin):
 
 @contextmanager
 def untouched(strategy: Naive):
-    """A context for steps of training that are undone at its end."""
+    """Undo all training steps that are made inside the context."""
     optimizer, plugins, loader = strategy.optimizer, strategy.plugins, strategy.dataloader
     weights = {name: tensor.clone() for name, tensor in strategy.model.state_dict().items()}
     yield

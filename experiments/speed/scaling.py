@@ -1,9 +1,9 @@
-"""How costs grow with the number of tasks and with the width of layers, as figures.
+"""Draw how costs grow with the number of tasks and with the width of layers.
 
     python experiments/speed/scaling.py [--data FOLDER] [--plot]
 
-Writes scaling.json beside this file and docs/images/speed-tasks.png and speed-width.png; ``--plot`` draws what
-scaling.json has, no more. One thread; ratios and seconds of CPU time are medians over interleaved repeats.
+Writes scaling.json next to this file, and docs/images/speed-tasks.png and speed-width.png. ``--plot`` measures nothing
+and only draws scaling.json. One thread; ratios and seconds of CPU time are medians over interleaved repeats.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WIDTHS = (256, 512, 1024, 2048)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, help="folder with cifar-100-python; random images without it")
-    parser.add_argument("--plot", action="store_true", help="draw what scaling.json has")
+    parser.add_argument("--plot", action="store_true", help="only draw scaling.json, measure nothing")
     arguments = parser.parse_args()
     if not arguments.plot:
         warnings.filterwarnings("ignore")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def tasks() -> dict:
-    """Ratios of projected to plain steps after each of ten tasks of AlexNet, and seconds of 50 synthetic tasks."""
+    """Return ratios of projected to plain steps after each task of AlexNet, and seconds of 50 synthetic tasks."""
     numbers, names = tuple(range(1, 11)), tuple(projection.OPTIMIZERS)
     found = projection.measured("AlexNet", AlexNet, GPMPlugin(), 64, numbers, names, repeats=7)
     steps = {name: [row.value for row in found[k :: len(names)]] for k, name in enumerate(names)}
@@ -53,7 +53,7 @@ def tasks() -> dict:
 
 
 def width() -> dict:
-    """Ratios of steps with half of the input directions of two Linear layers protected to plain ones, and updates."""
+    """Return ratios of projected to plain steps, with half of all directions protected, and seconds of updates."""
     names = tuple(projection.OPTIMIZERS)
     steps: dict[str, list[float]] = {name: [] for name in names}
     updates: dict[str, list[float]] = {"here": [], "singular value decomposition": []}
@@ -71,7 +71,7 @@ def width() -> dict:
 
 
 def update_seconds(d: int) -> dict[str, list[float]]:
-    """Of the second task of a layer with ``d`` inputs and ``2 d`` samples."""
+    """Return CPU seconds of the update after the second task, for a layer with ``d`` inputs and ``2 d`` samples."""
     torch.manual_seed(0)
     layer = LinearLayer(torch.nn.Linear(d, d))
     first, second = (torch.randn(2 * d, d) @ torch.diag(torch.logspace(0, -2, d)) for _ in range(2))
@@ -81,7 +81,7 @@ def update_seconds(d: int) -> dict[str, list[float]]:
 
 
 class HalfProtected(GPMPlugin):
-    """GPM that protects half of the input directions of each layer, whatever the inputs are."""
+    """GPM that protects a random half of the input directions of each layer."""
 
     def update_memory(self, name, observed) -> None:
         d = observed.empty_basis().shape[-2]
@@ -89,7 +89,7 @@ class HalfProtected(GPMPlugin):
 
 
 def draw(found: dict) -> None:
-    """The two figures."""
+    """Draw the two figures."""
     folder = speed.DOCS / "images"
     tasks, width = found["tasks"], found["width"]
     with plt.rc_context(STYLE):

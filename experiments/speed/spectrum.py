@@ -1,10 +1,10 @@
-"""What bounds the memory update of NSCL: decompositions of a covariance, and where the cut in its spectrum lies.
+"""Measure what limits the memory update of NSCL: decompositions of a covariance, and the cut in its spectrum.
 
     python experiments/speed/spectrum.py [--data FOLDER]
 
-Prints CPU seconds of decompositions of the covariance of a layer with 2304 inputs, and for two layers of the
-pre-activation ResNet18 the share of eigenvalues below ten times the smallest or 1e-6 of the largest: those that NSCL
-takes for zero, before training and after 12 steps.
+Prints the CPU seconds of several decompositions of the covariance of a layer with 2304 inputs. Also prints, for two
+layers of the pre-activation ResNet18, before training and after 12 steps, the share of eigenvalues that NSCL assumes to
+be zero: those below ten times the smallest or 1e-6 of the largest.
 """
 
 import argparse
@@ -52,13 +52,14 @@ def main() -> None:
 
 
 def train(model: PreActResNet18, steps: int) -> None:
+    """Train a few steps on the first task."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     pause = speed.Pause(steps, lambda strategy: None)
     strategy_of(model, optimizer, [pause], 32).train(speed.images().train_stream[0])
 
 
 def covariance(model: PreActResNet18, samples: int, dimension: int) -> torch.Tensor:
-    """Of the inputs of the first layer with so many of them."""
+    """Return the covariance of the inputs of the first layer that has ``dimension`` inputs."""
     layers = inputs_of(model, 0, samples).values()
     layer, x = next((own, x) for own, x in layers if own.weight[0].numel() == dimension)
     matrix = InputMatrix()

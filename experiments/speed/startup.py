@@ -1,4 +1,4 @@
-"""CPU time until a user sees something: of ``became --help``, and of importing the package."""
+"""Measure the CPU time of ``became --help`` and of importing the package."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def seconds(arguments: list[str]) -> float:
-    """CPU seconds of a Python process of its own."""
+    """Return the CPU seconds of a separate Python process."""
     before = getrusage(RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
     after = getrusage(RUSAGE_CHILDREN)

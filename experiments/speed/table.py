@@ -1,10 +1,10 @@
-"""Measures what the package costs, prints a table, and writes it to measured.json beside this file.
+"""Measure the speed of the package, print a table, and write it to measured.json next to this file.
 
     python experiments/speed/table.py [--quick] [--data FOLDER] [--reference FOLDER] [--only projection ...] [--docs]
 
-Each file named in MODULES has a function ``rows(quick)``. A row takes the place of the stored one of the same name.
-Ratios are medians over interleaved repeats of CPU time, in one process with one thread, unless a note says otherwise.
-With ``--reference`` the authors' codes in that folder are measured; see reference.py for what has to be in it.
+Each file listed in MODULES has a function ``rows(quick)``. A new row replaces the stored row with the same name. Ratios
+are medians of CPU time over interleaved repeats, in one process with one thread, unless a note says otherwise. With
+``--reference`` the authors' codes are measured; reference.py says what that folder must contain.
 """
 
 import argparse
@@ -37,11 +37,11 @@ RESULTS = Path(__file__).with_name("measured.json")
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="fewer tasks and repeats; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="fewer tasks and repeats; write nothing")
     parser.add_argument("--data", type=Path, help="folder with cifar-100-python; random images without it")
-    parser.add_argument("--reference", type=Path, help="folder with the authors' codes, to be measured beside ours")
-    parser.add_argument("--only", nargs="+", choices=MODULES, help="measure these; keep other rows")
-    parser.add_argument("--docs", action="store_true", help="write the table of measured.json into docs, no more")
+    parser.add_argument("--reference", type=Path, help="folder with the authors' codes, to compare with")
+    parser.add_argument("--only", nargs="+", choices=MODULES, help="measure only these; keep all other rows")
+    parser.add_argument("--docs", action="store_true", help="only write the table of measured.json into docs")
     arguments = parser.parse_args()
     if arguments.docs:
         write_docs()
@@ -61,16 +61,18 @@ def main() -> None:
             print(line(row), flush=True)
             known[row.what] = asdict(row)
             results[name] = list(known.values())
-            if not arguments.quick:  # after each row, since a whole table takes a while
+            if not arguments.quick:  # after each row, since the whole table takes long
                 ordered = {key: results[key] for key in (*MODULES, REFERENCE) if key in results}
                 RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
 
 
 def line(row: Row) -> str:
+    """Return a row as a line of the Markdown table."""
     return f"| {row.what} | {row.value:.4g} | {row.goal} | {'yes' if row.met else '**no**'} | {row.note} |"
 
 
 def write_docs() -> None:
+    """Write the stored rows into docs/speed.md and docs/speed-networks.md."""
     stored = json.loads(RESULTS.read_text())
     theirs = stored.pop(REFERENCE, [])
     speed.write_between("measured", table(own for rows in stored.values() for own in rows))
@@ -79,6 +81,7 @@ def write_docs() -> None:
 
 
 def table(rows: Iterable[dict]) -> str:
+    """Return stored rows as a Markdown table."""
     lines = [line(Row(**row)) for row in rows]
     return "\n".join(["| what | measured | goal | met | how |", "| --- | --- | --- | --- | --- |", *lines])
 

@@ -8,7 +8,7 @@ from became_avalanche.results.scans import Landscape, PathScan, read_scans
 from became_avalanche.runs.spec import read_spec
 from became_avalanche.runs.store import differences
 from experiments import tables
-from experiments.tables import PAGES, ROOT, RUNS, STUDIES, records_in, rewritten
+from experiments.tables import PAGES, ROOT, RUNS, STUDIES, records_in, regenerated
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +18,17 @@ def studies():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_records(page):
-    assert rewritten(page.read_text()) == page.read_text()
+    assert regenerated(page.read_text()) == page.read_text()
 
 
 def test_a_table_that_was_changed_by_hand_is_written_anew():
     page = (ROOT / "README.md").read_text()
-    assert rewritten(page.replace("91.47 ± 0.39", "99.99 ± 0.01")) == page
+    assert regenerated(page.replace("91.47 ± 0.39", "99.99 ± 0.01")) == page
 
 
 def test_a_misspelt_kind_of_table_is_an_error():
     with pytest.raises(ValueError, match="unknown kind of table 'tables'; did you mean 'table'"):
-        rewritten("<!-- tables: experiments/studies/split-digits.toml -->\n<!-- end -->")
+        regenerated("<!-- tables: experiments/studies/split-digits.toml -->\n<!-- end -->")
 
 
 def test_every_study_has_a_table_and_a_figure_and_every_mark_has_its_end():

@@ -74,7 +74,7 @@ def test_a_run_that_fails_or_cannot_start_ends_the_tuning_with_its_message(tunin
 def test_unknown_names_are_refused_with_what_there_is(monkeypatch, capsys):
     for arguments, message in (
         (["split-digit"], "unknown benchmark 'split-digit'; did you mean 'split-digits'"),
-        (["split-digits", "--methods", "ewcc"], "no values of 'ewcc' to try on split-digits; did you mean 'ewc'"),
+        (["split-digits", "--methods", "ewcc"], "no grid of values for 'ewcc' on split-digits; did you mean 'ewc'"),
     ):
         monkeypatch.setattr("sys.argv", ["tune.py", *arguments])
         with pytest.raises(SystemExit):
