@@ -42,7 +42,7 @@ REFERENCE: dict[str, Any] = {
     "new_head": "merged",
     "own_precision": True,
 }
-"""Settings that ``BecameMergePlugin(reference=True)`` selects: those of code that looks like the authors'."""
+"""Settings of ``BecameMergePlugin(reference=True)``: how the authors' code is assumed to merge."""
 
 
 class BecameMergePlugin(StagedPlugin):
@@ -98,10 +98,10 @@ class BecameMergePlugin(StagedPlugin):
     ) -> None:
         """Init.
 
-        :param rule: rule for λ: "became" (Eq. 20), "became-tensor" (one λ per tensor), "became-exact"
-            (without the assumption that ``θ_GP`` is as good for old tasks as ``θ*_{t-1}``), "one-over-t", "constant"
-            (0.4), "cofima", "imm-mode" (one λ per element) or "none"; or a function of ``MergeInputs`` that returns a
-            number, or tensors by parameter name.
+        :param rule: rule for λ: "became" (Eq. 20), "became-tensor" (one λ per tensor), "became-exact" (without the
+            assumption that ``θ_GP`` is as good for old tasks as ``θ*_{t-1}``), "one-over-t", "constant" (0.4),
+            "cofima", "imm-mode" (one λ per element) or "none" (no merge); or a function of ``MergeInputs`` that returns
+            a number, or a dictionary of tensors by parameter name.
         :param fisher: how the Fisher information is estimated: "batched", "batched-sampled", "batched-argmax",
             "empirical", "sampled" or "exact"; or a ``Fisher``, which has more options.
         :param epochs: epochs of stage 2; None for the strategy's ``train_epochs``.
@@ -115,7 +115,7 @@ class BecameMergePlugin(StagedPlugin):
         :param own_precision: whether to keep a precision for parameters that plugins train outside the model (the
             scales of TRGP). Every task reuses their names, so the scales of a task are weighed with the precision of
             the scales of earlier tasks.
-        :param reference: merge like code that looks like the authors': sets ``fisher``, ``candidate``, ``buffers``,
+        :param reference: merge as the authors' code is assumed to do. This sets ``fisher``, ``candidate``, ``buffers``,
             ``new_head`` and ``own_precision`` to the values in ``REFERENCE``.
         :param keep_last_merge: keep the inputs of the last merge in ``last_merge``, for ``scan_path``. They take about
             five times the memory of the model.
