@@ -42,7 +42,7 @@ REFERENCE: dict[str, Any] = {
     "new_head": "merged",
     "own_precision": True,
 }
-"""Settings of ``BecameMergePlugin(reference=True)``: how the authors' code is assumed to merge."""
+"""Settings of ``BecameMergePlugin(reference=True)``: those of public scripts that match the paper."""
 
 
 class BecameMergePlugin(StagedPlugin):
@@ -115,8 +115,8 @@ class BecameMergePlugin(StagedPlugin):
         :param own_precision: whether to keep a precision for parameters that plugins train outside the model (the
             scales of TRGP). Every task reuses their names, so the scales of a task are weighed with the precision of
             the scales of earlier tasks.
-        :param reference: merge as the authors' code is assumed to do. This sets ``fisher``, ``candidate``, ``buffers``,
-            ``new_head`` and ``own_precision`` to the values in ``REFERENCE``.
+        :param reference: merge like public scripts that match the paper (the authors have published no code). This sets
+            ``fisher``, ``candidate``, ``buffers``, ``new_head`` and ``own_precision`` to the values in ``REFERENCE``.
         :param keep_last_merge: keep the inputs of the last merge in ``last_merge``, for ``scan_path``. They take about
             five times the memory of the model.
         """
