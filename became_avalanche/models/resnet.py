@@ -59,7 +59,7 @@ _norm = partial(nn.BatchNorm2d, track_running_stats=False)
 
 
 def _two_blocks(channels: int, wider: int) -> nn.Sequential:
-    """Return two residual blocks. If they widen their input, the first one halves the image and has a 1 x 1 shortcut."""
+    """Return two residual blocks. If they widen their input, the first halves the image and has a 1 x 1 shortcut."""
     stride, shortcut = 1, None
     if wider > channels:
         stride, shortcut = 2, nn.Sequential(nn.Conv2d(channels, wider, 1, stride=2, bias=False), _norm(wider))
