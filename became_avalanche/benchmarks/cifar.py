@@ -47,7 +47,7 @@ def split_cifar100(
     """
     check_n_tasks(n_tasks, 100, "CIFAR-100")
     classes = torch.arange(100).reshape(n_tasks, -1)
-    train, test = (tasks_of(part.images, part.fine, classes) for part in _both_parts(dataset_root))
+    train, test = (tasks_of(part.images, part.fine, classes) for part in read_cifar100(dataset_root))
     constants = NORMALISATION.get(options.get("protocol", "gpm"), NORMALISATION["gpm"])
     return image_stream(train, test, [normalise(**constants)] * n_tasks, seed, **options)
 
@@ -73,7 +73,7 @@ def cifar100_superclass(
     """
     if order not in range(len(SUPERCLASS_ORDERS)):
         raise ValueError(f"order must be one of the published orders 0 to {len(SUPERCLASS_ORDERS) - 1}; got {order}")
-    parts = _both_parts(dataset_root)
+    parts = read_cifar100(dataset_root)
     pairs = sorted(set(zip(parts[0].coarse.tolist(), parts[0].fine.tolist(), strict=True)))
     if [superclass for superclass, _ in pairs] != [k // 5 for k in range(100)]:
         raise ValueError(
@@ -94,7 +94,8 @@ class _Part(NamedTuple):
     coarse: Tensor
 
 
-def _both_parts(dataset_root: str | PathLike[str]) -> tuple[_Part, _Part]:
+def read_cifar100(dataset_root: str | PathLike[str]) -> tuple[_Part, _Part]:
+    """Return the training and the test images of CIFAR-100, with their labels."""
     return _load_cached(CIFAR_100.get(Path(dataset_root)))
 
 
