@@ -1,4 +1,4 @@
-"""The command ``became``: parses, calls and prints. It trains nothing itself.
+"""The command ``became``: parses arguments, calls the package and prints results.
 
 torch and Avalanche take seconds to import, so this module imports them only in the commands that need them.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 COMPARISON = "comparison"
-"""Name of the study that ``became compare`` makes. Its files have no prefix."""
+"""Name of the study that ``became compare`` creates. Its files have no prefix."""
 
 DATA = click.option(
     "--data", default="data", show_default=True, type=click.Path(path_type=Path), help="Folder of data sets."
@@ -36,8 +36,8 @@ OUT = click.option("--out", default="runs", show_default=True, type=click.Path(p
 SOURCE = click.argument("source", type=click.Path(path_type=Path, exists=True))
 
 
-def execution(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of commands that train."""
+def training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of all commands that train."""
     for option in reversed(
         [
             DATA,
@@ -49,7 +49,11 @@ def execution(command: Callable[..., None]) -> Callable[..., None]:
                 type=click.Choice(["inline", "processes", "ray"]),
                 help="Where to train: in this process, in local processes, or on a Ray cluster.",
             ),
-            click.option("--workers", type=click.IntRange(1), help="Runs at a time (processes). Default: one per CPU."),
+            click.option(
+                "--workers",
+                type=click.IntRange(1),
+                help="Number of runs at a time, for --engine processes. Default: one per CPU.",
+            ),
             click.option("--address", help="Address of a running Ray cluster. Default: start one on this machine."),
             click.option("--wandb", metavar="PROJECT", help="Also log each run to this Weights & Biases project."),
             click.option(
@@ -57,7 +61,7 @@ def execution(command: Callable[..., None]) -> Callable[..., None]:
                 default="checkpoint",
                 show_default=True,
                 type=click.Choice(["checkpoint", "endpoints"]),
-                help="endpoints: also keep the weights that each merge was made of.",
+                help="endpoints: also keep the three weight vectors of each merge.",
             ),
         ]
     ):
@@ -77,14 +81,18 @@ def became(context: click.Context) -> None:
 
 
 @became.command()
-@click.option("--benchmark", default="split-digits", show_default=True, help="A name; `became presets` lists them.")
-@click.option("--methods", help="Comma-separated names, such as gpm,gpm-2x,gpm+became. Default: the usual ones.")
+@click.option(
+    "--benchmark", default="split-digits", show_default=True, help="Name of a benchmark; `became presets` lists them."
+)
+@click.option("--methods", help="Comma-separated names. Default: gpm, gpm-2x, gpm+became and baselines.")
 @click.option("--tasks", type=click.IntRange(1), help="Number of tasks to train. Default: all.")
-@click.option("--epochs", type=click.IntRange(1), help="At most this many epochs per stage.")
-@click.option("--device", default="cpu", show_default=True, help="Where to train: cpu, cuda, ...")
+@click.option(
+    "--epochs", type=click.IntRange(1), help="Maximum number of epochs per stage. Default: as the recipe says."
+)
+@click.option("--device", default="cpu", show_default=True, help="Device to train on: cpu, cuda, ...")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="CPU threads per run.")
-@click.option("--seeds", default=2, show_default=True, type=click.IntRange(1, 1000), help="Runs per method.")
-@execution
+@click.option("--seeds", default=2, show_default=True, type=click.IntRange(1, 1000), help="Number of seeds.")
+@training_options
 def compare(
     benchmark: str,
     methods: str | None,
@@ -96,10 +104,12 @@ def compare(
     out: Path,
     **options: Any,
 ) -> None:
-    """Train several methods on a benchmark and show how they compare.
+    """Train several methods on a benchmark and compare them.
 
-    Prints a table of ACC and BWT. Each run has its own folder in --out, beside table.csv and comparison.png. Finished
-    runs are kept and used again. Rerun the same command to resume.
+    Prints a table of ACC and BWT. Each run has its own folder in --out, next to table.csv and comparison.png. Finished
+    runs are not trained again. Rerun the same command to resume.
+
+    Example: became compare --methods gpm,gpm-2x,gpm+became
     """
     _quiet()
     from became_avalanche.runs.method import COMPARED
@@ -108,7 +118,7 @@ def compare(
 
     names = COMPARED if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
-        raise click.UsageError("--methods names no method")
+        raise click.UsageError("--methods is empty; give at least one method")
     content = {
         "name": COMPARISON,
         "benchmarks": [benchmark],
@@ -124,12 +134,12 @@ def compare(
 
 @became.command()
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--dry-run", is_flag=True, help="Show what would be trained and how long it may take.")
-@execution
+@click.option("--dry-run", is_flag=True, help="Only show what would be trained and how long it may take.")
+@training_options
 def study(file: Path, dry_run: bool, out: Path, **options: Any) -> None:
-    """Train what is missing of the study in the TOML file FILE.
+    """Train the missing runs of the study in the TOML file FILE, and compare the methods.
 
-    Finished runs are kept and used again. Rerun the same command to resume.
+    Finished runs are not trained again. Rerun the same command to resume.
     """
     _quiet()
     from became_avalanche.runs.study import Study
@@ -143,11 +153,11 @@ def study(file: Path, dry_run: bool, out: Path, **options: Any) -> None:
 
 @became.command()
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@execution
+@training_options
 def run(file: Path, out: Path, **options: Any) -> None:
-    """Train the one run whose specification is in FILE, the spec.json of a run.
+    """Train one run. Its specification is FILE, the spec.json of a run.
 
-    A finished run in --out is kept. To repeat a run, choose another folder.
+    A finished run in --out is not trained again. To repeat it, choose another folder.
     """
     _quiet()
     from became_avalanche.runs.spec import read_spec
@@ -178,10 +188,10 @@ def status(file: Path, out: Path) -> None:
 @SOURCE
 @OUT
 @click.option(
-    "--file", type=click.Path(path_type=Path, dir_okay=False), help="Where to write the page. Default: beside the runs."
+    "--file", type=click.Path(path_type=Path, dir_okay=False), help="File to write. Default: next to the runs."
 )
 def report(source: Path, out: Path, file: Path | None) -> None:
-    """Write the results of SOURCE as one HTML page that opens in any browser, without a network.
+    """Write the results of SOURCE as one HTML page. It opens in any browser, also offline.
 
     SOURCE is a folder of runs, the folder of one run, or the TOML file of a study.
     """
@@ -192,7 +202,7 @@ def report(source: Path, out: Path, file: Path | None) -> None:
         _quiet()
     title = source.resolve().name if source.is_dir() else source.stem
     file = file or (source / "report.html" if source.is_dir() else out / f"{title}-report.html")
-    records = [record for group in _comparisons(source, out) for record in group]
+    records = [record for group in _read_comparisons(source, out) for record in group]
     try:
         write_atomically(file, page(records, title))
     except OSError as error:
@@ -228,12 +238,12 @@ def presets(name: str | None) -> None:
 @became.command()
 @DATA
 def data(data: Path) -> None:
-    """List the data sets of the benchmarks: which are complete, and what to do about the others."""
+    """List the data sets of the benchmarks: which are complete, and how to get the others."""
     _quiet()
     from became_avalanche.runs.describe import all_sources, describe_source
 
     for source in all_sources():
-        click.echo(_wrapped(describe_source(source, data)))
+        click.echo(_wrap(describe_source(source, data)))
 
 
 @became.command("table")
@@ -245,25 +255,27 @@ def data(data: Path) -> None:
     default="text",
     show_default=True,
     type=click.Choice(["text", "markdown", "latex", "csv"]),
-    help="latex needs the package booktabs.",
+    help="Output format. latex needs the package booktabs.",
 )
-@click.option("--metrics", default="acc,bwt,epochs,seconds", show_default=True, help="Comma-separated names.")
+@click.option(
+    "--metrics", default="acc,bwt,epochs,seconds", show_default=True, help="Comma-separated names of metrics."
+)
 def print_table(source: Path, out: Path, form: str, metrics: str) -> None:
     """Print the table of SOURCE: a folder of runs, the folder of one run, or the TOML file of a study.
 
     Shows mean and standard deviation over seeds, the gains over the baseline and over equal training with their 95 %
-    intervals, and the figures that the paper publishes.
+    intervals, and the published results of the paper.
     """
     _quiet()
     from became_avalanche.results.tables import gains, table, text_gains
 
     names = [name.strip() for name in metrics.split(",") if name.strip()]
     try:
-        tables = [(records, table(records, names, with_published=True)) for records in _comparisons(source, out)]
+        tables = [(records, table(records, names, with_published=True)) for records in _read_comparisons(source, out)]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     for k, (records, shown) in enumerate(tables):
-        title = f"{_title(records)}, {_seeds(len({record.seed for record in records}))}"
+        title = f"{_title(records)}, {_seeds_text(len({record.seed for record in records}))}"
         text = {"csv": shown.csv, "latex": lambda: shown.latex(title), "markdown": shown.markdown}.get(form)  # noqa: B023
         click.echo("\n" * (k > 0), nl=False)
         if text is not None:
@@ -278,16 +290,21 @@ def print_table(source: Path, out: Path, form: str, metrics: str) -> None:
 @became.command()
 @SOURCE
 @OUT
-@click.option("--figure", help="Its name. Default: all that can be drawn; `--figure list` lists them.")
-@click.option("--to", type=click.Path(path_type=Path), help="Folder to write to. Default: figures, beside the runs.")
-@click.option("--task", type=click.IntRange(2), help="The merge to look at (path, landscape). Default: the first kept.")
-@click.option("--samples", default=500, show_default=True, type=click.IntRange(1), help="Per task (path, landscape).")
+@click.option("--figure", help="Name of a figure; `--figure list` lists them. Default: all that can be drawn.")
+@click.option("--to", type=click.Path(path_type=Path), help="Folder to write to. Default: figures, next to the runs.")
+@click.option(
+    "--task", type=click.IntRange(2), help="Task of the merge (path, landscape). Default: the first that was kept."
+)
+@click.option(
+    "--samples", default=500, show_default=True, type=click.IntRange(1), help="Samples per task (path, landscape)."
+)
 @DATA
 def plot(source: Path, out: Path, figure: str | None, to: Path | None, **options: Any) -> None:
     """Draw the figures of SOURCE: a folder of runs, the folder of one run, or the TOML file of a study.
 
-    Each figure is written as PDF and PNG. The figures path and landscape look at the weights of a merge. They need runs
-    that were trained with --keep endpoints. What they measure is kept beside the record, so it is measured once.
+    Each figure is written as PDF and PNG. The figures path and landscape show the loss around the weights of a merge.
+    They need runs that were trained with --keep endpoints. Their measurements are saved next to the record and used
+    again.
     """
     _quiet()
     from became_avalanche.files import look_up
@@ -307,7 +324,7 @@ def plot(source: Path, out: Path, figure: str | None, to: Path | None, **options
     root = source.parent if alone else source if source.is_dir() else out
     folder = to or (source if source.is_dir() else out) / "figures"
     written, problems = [], []
-    groups = _comparisons(source, out)
+    groups = _read_comparisons(source, out)
     for k, records in enumerate(groups):
         prefix = "" if len(groups) == 1 else f"{k + 1}-{records[0].benchmark}-"
         for name in [figure] if figure else known:
@@ -334,7 +351,7 @@ def plot(source: Path, out: Path, figure: str | None, to: Path | None, **options
 
 
 def main() -> None:
-    """Entry point: user errors are one line and exit code 2. Modules of the working directory can be imported."""
+    """Run the command. User errors are one line and exit code 2. Modules in the working directory can be imported."""
     sys.path.append(str(Path.cwd()))
     try:
         sys.exit(became(standalone_mode=False))
@@ -356,15 +373,15 @@ def _check_device(device: str) -> None:
     import torch
 
     try:
-        torch.ones(1, device=device).item()  # the device "meta" makes tensors, but has no values
+        torch.ones(1, device=device).item()  # the device "meta" creates tensors, but they have no values
     except (RuntimeError, AssertionError, NotImplementedError):
         backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
-        found = ["cpu", *(name for name, backend in backends.items() if backend.is_available())]
-        raise click.UsageError(f"cannot train on --device {device}; torch finds here: {', '.join(found)}") from None
+        available = ["cpu", *(name for name, backend in backends.items() if backend.is_available())]
+        raise click.UsageError(f"cannot train on --device {device}; available: {', '.join(available)}") from None
 
 
 def _check_wandb() -> None:
-    """Say that nobody is logged in before anything is trained. On a terminal, wandb asks for the key once."""
+    """Raise an error before training starts if nobody is logged in. On a terminal, wandb asks for the key once."""
     import os
 
     import wandb
@@ -374,12 +391,12 @@ def _check_wandb() -> None:
     try:
         wandb.login(verify=False)
     except wandb.errors.UsageError:
-        advice = "run `wandb login`, or set WANDB_MODE=offline to log into the folders of the runs"
+        advice = "run `wandb login`, or set WANDB_MODE=offline to write the logs into the folders of the runs"
         raise click.UsageError(f"--wandb needs a login to Weights & Biases: {advice}") from None
 
 
-def _wrapped(text: str) -> str:
-    """Lines that are too long for the terminal, continued under their own indent."""
+def _wrap(text: str) -> str:
+    """Wrap lines that are too long for the terminal, and keep their indent."""
     import shutil
     import textwrap
 
@@ -394,14 +411,14 @@ def _wrapped(text: str) -> str:
 
 
 def _quiet() -> None:
-    """Silence Avalanche, which warns on import that GEM, which is not used here, lacks a solver."""
+    """Ignore a warning of Avalanche's import: GEM, which is not used here, has no solver."""
     import warnings
 
     warnings.filterwarnings("ignore", message="no QP solver found")
 
 
-def _comparisons(source: Path, out: Path) -> list[list[Record]]:
-    """The records of a folder of runs, of one run or of a study, in groups that can be compared.
+def _read_comparisons(source: Path, out: Path) -> list[list[Record]]:
+    """Read the records of a folder of runs, of one run or of a study, in groups that can be compared.
 
     :param source: the folder, or the TOML file of the study.
     :param out: the folder of the runs of a study.
@@ -419,17 +436,17 @@ def _comparisons(source: Path, out: Path) -> list[list[Record]]:
         study = Study.read(source)
         records = in_order(records_of(study.specs(), Store(out)), study.labels())
     if not records:
-        raise click.UsageError(f"there are no records of runs in {source if source.is_dir() else out}")
+        raise click.UsageError(f"no records of runs found in {source if source.is_dir() else out}")
     return comparisons(records)
 
 
 def _draw_scans(
     name: str, records: Sequence[Record], root: Path, measure: bool, task: int | None, samples: int, data: Path
 ) -> dict[str, Any]:
-    """The figures around the merges of each run by file name, from what was measured before or, if asked for, is now.
+    """Draw the figures around the merges of each run, by file name. Saved measurements are used again.
 
     :param root: the folder of the runs.
-    :param measure: whether to measure what was not measured before and is not of the wished task.
+    :param measure: whether to measure now if there are no saved measurements (of ``task``, if given).
     """
     from became_avalanche.files import write_atomically
     from became_avalanche.results.figures import NothingToDrawError, landscape_figure, path_figure
@@ -451,8 +468,8 @@ def _draw_scans(
         if scans:
             drawn[stem] = path_figure(scans) if name == "path" else landscape_figure(scans[0])
     if not drawn:
-        how = "train with --keep endpoints" if measure else f"ask for it with --figure {name}"
-        raise NothingToDrawError(f"no run has its weights around a merge measured: {how}")
+        how = "train with --keep endpoints" if measure else f"measure it with --figure {name}"
+        raise NothingToDrawError(f"no run has measurements around a merge; {how}")
     return drawn
 
 
@@ -460,9 +477,9 @@ def _draw_scans(
 
 
 def _run_study(study: Study, out: Path, **options: Any) -> None:
-    """Train what is missing and show the tables."""
+    """Train the missing runs of a study and print the tables."""
     group = None if study.name == COMPARISON else study.name
-    _run_specs(study.specs, out, show=lambda specs, store: _show(study, specs, store), group=group, **options)
+    _run_specs(study.specs, out, show=lambda specs, store: _show_study(study, specs, store), group=group, **options)
 
 
 def _run_specs(
@@ -477,8 +494,8 @@ def _run_specs(
     show: Callable[[Sequence[RunSpec], Store], None],
     group: str | None = None,
 ) -> None:
-    """Train what is missing and show what came out."""
-    chosen_engine = _engine(engine, workers, address)  # first: it may import torch in another process meanwhile
+    """Train the missing runs and show the results."""
+    chosen_engine = _make_engine(engine, workers, address)  # first, because it may import torch in another process
     from became_avalanche.runs.progress import Progress
     from became_avalanche.runs.run import Local
     from became_avalanche.runs.store import Store
@@ -489,10 +506,10 @@ def _run_specs(
     statuses = status_of(specs, store)
     for status in statuses:
         if status.state == "unreadable":
-            click.echo(f"became: {status.note}; this run is left alone", err=True)
+            click.echo(f"became: {status.note}; this run is skipped", err=True)
     wanted = missing(statuses)
     if wanted:
-        _check(wanted, data)
+        _check_specs(wanted, data)
         if wandb is not None:
             _check_wandb()
     local = Local(data=data, keep=keep, wandb=wandb, group=group)
@@ -518,8 +535,8 @@ def _run_specs(
         sys.exit(1)
 
 
-def _check(specs: Sequence[RunSpec], data: Path) -> None:
-    """Say what is wrong with methods, device and data before anything is trained."""
+def _check_specs(specs: Sequence[RunSpec], data: Path) -> None:
+    """Report errors in methods, device and data before training starts."""
     from became_avalanche.runs.session import open_stream
 
     for device in {spec.device for spec in specs}:
@@ -530,7 +547,7 @@ def _check(specs: Sequence[RunSpec], data: Path) -> None:
         open_stream(spec, data)
 
 
-def _engine(name: str, workers: int | None, address: str | None) -> Engine:
+def _make_engine(name: str, workers: int | None, address: str | None) -> Engine:
     from became_avalanche.runs.engines import Inline, Processes, Ray
 
     if workers is not None and name != "processes":
@@ -543,7 +560,7 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
 
 
 def _show_plan(study: Study, out: Path, workers: int | None) -> None:
-    """Print the runs that are missing, with an estimate of their time from finished runs."""
+    """Print the missing runs, with an estimate of their time from finished runs."""
     import os
 
     from became_avalanche.runs.progress import duration
@@ -567,7 +584,7 @@ def _show_plan(study: Study, out: Path, workers: int | None) -> None:
 
 
 def _show_run(specs: Sequence[RunSpec], store: Store) -> None:
-    """Print the result of a single run, and name its folder."""
+    """Print the result of a single run, and its folder."""
     from became_avalanche.results.tables import table
     from became_avalanche.runs.study import records_of
 
@@ -576,8 +593,8 @@ def _show_run(specs: Sequence[RunSpec], store: Store) -> None:
         click.echo(f"\nRun: {store.root / records[0].key}")
 
 
-def _show(study: Study, specs: Sequence[RunSpec], store: Store) -> None:
-    """Print table and gains of each benchmark, write CSV and figure, and name the files."""
+def _show_study(study: Study, specs: Sequence[RunSpec], store: Store) -> None:
+    """Print table and gains of each benchmark, write CSV and figure, and print the names of the files."""
     from became_avalanche.results.tables import gains, table, text_gains
     from became_avalanche.runs.study import records_of
 
@@ -587,7 +604,7 @@ def _show(study: Study, specs: Sequence[RunSpec], store: Store) -> None:
             continue
         records = [record for label in study.labels() for record in records if record.label == label]
         shown = table(records)
-        click.echo(f"\n{_title(records)}, {_seeds(len(study.seeds))}\n")
+        click.echo(f"\n{_title(records)}, {_seeds_text(len(study.seeds))}\n")
         click.echo(shown.text(bold=lambda text: click.style(text, bold=True)))
         if found := text_gains(gains(records)):
             click.echo(f"\n{found}")
@@ -595,7 +612,7 @@ def _show(study: Study, specs: Sequence[RunSpec], store: Store) -> None:
         _write_files(study, name, records, shown.csv(), store.root)
 
 
-def _seeds(number: int) -> str:
+def _seeds_text(number: int) -> str:
     return "one seed" if number == 1 else f"{number} seeds, mean ± standard deviation"
 
 
@@ -613,7 +630,7 @@ def _warn_untuned(name: str, specs: Sequence[RunSpec]) -> None:
     methods = [spec.method for spec in specs if spec.benchmark == name]
     used = {method.settings for method in methods if method.options == benchmark.hyperparameters.get(method.settings)}
     if names := sorted(benchmark.untuned & used):
-        click.echo(f"\nHyperparameters that are untuned defaults on this benchmark: {', '.join(names)}")
+        click.echo(f"\nMethods with untuned default hyperparameters on this benchmark: {', '.join(names)}")
 
 
 def _write_files(study: Study, benchmark: str, records: Sequence[Record], csv: str, root: Path) -> None:

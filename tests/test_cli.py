@@ -72,8 +72,8 @@ def test_without_a_command_there_is_help(became):
         ("compare --methods GPM", "methods[0]: unknown method 'GPM'; did you mean 'gpm'?"),
         ("compare --methods GPM+BECAME", "methods[0]: unknown method 'GPM+BECAME'; did you mean 'gpm+became'?"),
         ("compare --methods quux", "unknown method 'quux'; choose one of: finetune, gpm, "),
-        ("compare --methods ,", "--methods names no method"),
-        ("compare --methods=", "--methods names no method"),
+        ("compare --methods ,", "--methods is empty; give at least one method"),
+        ("compare --methods=", "--methods is empty; give at least one method"),
         ("compare --methods foo:Bar", "cannot import the plugin 'foo:Bar': No module named 'foo'"),
         ("compare --methods tests.helpers:mlp", "tests.helpers:mlp makes a Network, which is not a SupervisedPlugin"),
         ("compare --benchmark blob", "benchmarks: unknown benchmark 'blob'; did you mean 'blobs'?"),
@@ -82,13 +82,13 @@ def test_without_a_command_there_is_help(became):
         ("compare --out small.toml/below", "cannot write to small.toml/below: Not a directory; choose another folder"),
         ("compare --tasks 6", "split-digits: n_tasks must be at most 5, the number of tasks in the stream; got 6"),
         ("compare --epochs 0", "'--epochs'"),
-        ("compare --device nowhere", "cannot train on --device nowhere; torch finds here: cpu"),
-        ("compare --device meta", "cannot train on --device meta; torch finds here: cpu"),
-        ("compare --device cuda:99", "cannot train on --device cuda:99; torch finds here: cpu"),
+        ("compare --device nowhere", "cannot train on --device nowhere; available: cpu"),
+        ("compare --device meta", "cannot train on --device meta; available: cpu"),
+        ("compare --device cuda:99", "cannot train on --device cuda:99; available: cpu"),
         ("compare --workers 2", "--workers needs --engine processes"),
         ("compare --address auto", "--address needs --engine ray"),
         ("compare --engine slow", "'--engine'"),
-        ("compare --benchmark 20-split-miniimagenet --data here", "so that here/miniimagenet is there"),
+        ("compare --benchmark 20-split-miniimagenet --data here", "so that here/miniimagenet exists"),
         ("compare --colour red", "No such option"),
         ("study nowhere.toml", "'nowhere.toml' does not exist"),
         ("study wrong.toml", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
@@ -97,15 +97,15 @@ def test_without_a_command_there_is_help(became):
         ("study options.toml", "blobs, gpm: gpm has no option 'alpha' (given 1); choose one of: threshold"),
         ("study options.toml --dry-run", "blobs, gpm: gpm has no option 'alpha' (given 1); choose one of: threshold"),
         ("table nowhere", "'nowhere' does not exist"),
-        ("table .", "there are no records of runs in ."),
-        ("table small.toml", "there are no records of runs in runs"),
+        ("table .", "no records of runs found in ."),
+        ("table small.toml", "no records of runs found in runs"),
         ("table small.toml --format html", "'--format'"),
         ("run nowhere.json", "'nowhere.json' does not exist"),
         ("run wrong.toml", "wrong.toml is corrupt: "),
         ("report nowhere", "'nowhere' does not exist"),
-        ("report .", "there are no records of runs in ."),
+        ("report .", "no records of runs found in ."),
         ("report wrong.toml", "wrong.toml: unknown field 'method'; did you mean 'methods'?"),
-        ("plot .", "there are no records of runs in ."),
+        ("plot .", "no records of runs found in ."),
         ("plot . --figure heatmap", "unknown figure 'heatmap'; "),
         ("presets 6-datasets", "unknown benchmark '6-datasets'; did you mean '5-datasets'?"),
         ("campare", "No such command 'campare'"),
@@ -127,15 +127,15 @@ def test_user_errors_are_one_line_and_code_2(became, file, tmp_path, arguments, 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has the device")
 def test_a_device_that_is_not_there_is_named_without_the_words_of_torch(became):
     code, _, err = became("compare", "--device", "mps")
-    assert (code, "cannot train on --device mps; torch finds here: cpu" in err, len(err) < 90) == (2, True, True)
+    assert (code, "cannot train on --device mps; available: cpu" in err, len(err) < 90) == (2, True, True)
 
 
 def test_wandb_without_login_is_noticed_before_anything_is_trained(became, fresh_wandb, monkeypatch, tmp_path):
     code, out, err = compare(became, "gpm", "--wandb", "mine")
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == (
-        "became: --wandb needs a login to Weights & Biases: run `wandb login`, or set WANDB_MODE=offline to log into "
-        "the folders of the runs"
+        "became: --wandb needs a login to Weights & Biases: run `wandb login`, or set WANDB_MODE=offline to write "
+        "the logs into the folders of the runs"
     )
     assert not list(tmp_path.glob("runs/*/"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -200,7 +200,7 @@ def test_figures_of_a_folder_and_of_a_study(became, tmp_path):
     assert code == 0
     assert (tmp_path / "there" / "comparison.pdf").read_bytes().startswith(b"%PDF")
     assert "became: not drawn: ranks of made-up: none of these runs is done and has protected layers" in err
-    assert "ask for it with --figure landscape" in err
+    assert "measure it with --figure landscape" in err
     code, out, err = became("plot", "folder", "--figure", "ranks")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
@@ -322,7 +322,7 @@ def test_hyperparameters_that_were_not_tuned_are_named(became, monkeypatch):
     untuned = catalogue.replace(BLOBS, untuned=frozenset({"ewc", "er", "owm"}))
     monkeypatch.setitem(catalogue.BENCHMARKS, "blobs", untuned)
     _, out, _ = compare(became, "gpm,ewc,owm", "--tasks", "1")
-    assert "\nHyperparameters that are untuned defaults on this benchmark: ewc, owm\n" in out
+    assert "\nMethods with untuned default hyperparameters on this benchmark: ewc, owm\n" in out
 
 
 def test_study_dry_run_and_status(became, file, tmp_path):
@@ -393,7 +393,7 @@ def test_a_run_that_cannot_be_read_is_left_alone(became, tmp_path):
     path.write_text("{")
     code, out, err = compare(became, "gpm,sgp")
     assert (code, path.read_text()) == (0, "{")
-    assert re.search(r"^became: .*record\.json is corrupt: .*; this run is left alone$", err, re.M)
+    assert re.search(r"^became: .*record\.json is corrupt: .*; this run is skipped$", err, re.M)
     assert not re.search(r"^gpm ", out, re.M)
 
 
