@@ -56,7 +56,7 @@ speed: .venv/installed
 	touch $@
 
 dist: .venv/installed
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/uv build --quiet --out-dir dist
 
 clean:
 	rm -rf .venv
