@@ -28,7 +28,7 @@ def make_spec(method, seed, n_tasks=3, **changes):
 
 
 def matrix_of(method, seed, n_tasks=3):
-    """Random accuracies, nan where a run does not measure."""
+    """Return random accuracies, with nan where a run measures nothing."""
     matrix = np.random.default_rng([seed, *method.encode()]).uniform(0.5, 1, size=(n_tasks, n_tasks))
     matrix[np.triu_indices(n_tasks, 1)] = np.nan
     if method == "joint":
@@ -86,7 +86,7 @@ def _merge(t):
 
 
 def old_run(method, seed=0):
-    """A run of version 0.1, with what the migration needs beside it: specification, key, label and references."""
+    """Return a run of version 0.1, with the fields that the migration needs: spec, key, label and references."""
     record, matrix = made_up(method, seed), matrix_of(method, seed)
     kept = record.model_dump(include={"key", "spec", "method", "label", "references", "merges"})
     return {

@@ -18,7 +18,7 @@ METHODS = ("finetune", "gpm", "gpm-2x", "gpm+became", "joint")
 BAD = "<img src=x onerror=alert(1)></script>"
 FLAGS = [
     "--headless",
-    "--no-sandbox",  # which root needs
+    "--no-sandbox",  # needed when running as root
     "--disable-gpu",
     "--disable-quic",
     "--no-first-run",
@@ -30,7 +30,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """Chromium without a window; its log holds what the console says and what is asked from the network."""
+    """Headless Chromium; its log contains console messages and network requests."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
@@ -48,7 +48,7 @@ def browser(tmp_path_factory):
 
 @contextmanager
 def opened(browser, file, width=1280, scheme="light"):
-    """The page in a window; afterwards, whether it was silent: no message, no request but for the file."""
+    """Open the page, and check at the end that it logged no message and requested only the file itself."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     wishes = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
@@ -79,7 +79,7 @@ def press(browser, selector):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """A page of five methods, one of which has a name that must not become an element, and a run that failed."""
+    """A report of five methods and a failed run. One method has a name that contains HTML, which must be escaped."""
     runs = [made_up(method, seed, 4) for method in METHODS for seed in range(3)]
     for i, run in enumerate(runs):
         if run.method == "gpm":
@@ -112,11 +112,11 @@ def test_page_fits_and_follows_the_system(browser, file, width, scheme):
         assert ask(browser, lightness) is (other == "light")
         charts = "[...document.querySelectorAll('figure svg[width]')]"
         scales = ask(browser, f"{charts}.map((e) => e.clientWidth / e.viewBox.baseVal.width)")
-        assert scales == pytest.approx([1] * 4, abs=0.01)  # drawn for this width, not shrunk to it
+        assert scales == pytest.approx([1] * 4, abs=0.01)  # drawn for this width, not scaled
 
 
 def contrast(browser, selector):
-    """The least contrast of text and background (WCAG) among visible elements."""
+    """Return the lowest contrast (WCAG) between text and background among visible elements."""
     return ask(
         browser,
         """(() => {
@@ -181,7 +181,7 @@ def test_table_sorts(browser, file):
         bwt = "[...document.querySelectorAll('.results tbody [data-metric=bwt]')].map((e) => e.textContent)"
         for _ in range(2):
             press(browser, ".results thead [data-metric=bwt] button")
-            assert ask(browser, bwt)[-1] == "–"  # joint training has none, whichever way it is sorted
+            assert ask(browser, bwt)[-1] == "–"  # joint training has no BWT, so it is last in both directions
 
 
 def test_columns_can_be_chosen(browser, file):

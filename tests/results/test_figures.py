@@ -24,7 +24,7 @@ WALL = [f"{base}{end}" for base in ("gpm", "sgp", "trgp", "nscl", "owm") for end
 
 
 def task_of(method, t):
-    """A task with everything that can be traced."""
+    """Return a task with all optional measurements."""
     stages = [StageRecord(epochs=2, training_loss=[t + 2.0, t + 1.0], validation_loss=[t + 2.5, None])]
     stages += [StageRecord(epochs=1, training_loss=[t + 0.5], validation_loss=[t + 0.75])] * ("+" in method and t > 0)
     ranks = {"conv.weight": 3 * t + 1, "fc.weight": 5 * t + 2} if method.startswith("gpm") else {}
@@ -33,7 +33,7 @@ def task_of(method, t):
 
 
 def runs(methods=METHODS, seeds=2):
-    """Runs that measured everything, with joint training on each prefix of the tasks."""
+    """Return runs with all measurements, including joint training on the first 1, 2 and 3 tasks."""
     records, prefixes = [], []
     for seed in range(seeds):
         for method in methods:
@@ -154,7 +154,7 @@ def test_ranks_of_each_layer():
 
 
 def test_a_single_epoch_leaves_room_for_its_losses():
-    """Without that, constrained layout gives up with a warning."""
+    """Without enough room, constrained layout warns and gives up."""
     stage = StageRecord(epochs=1, training_loss=[0.5], validation_loss=[0.4])
     run = made_up("gpm", 0, 1, tasks=[TaskRecord(stages=[stage])])
     figure = FIGURES["losses"].draw([run])

@@ -40,7 +40,7 @@ def matrices(draw):
 
 
 def check(record, matrix):
-    """The metrics are those of the formulas, and None where the formula has no value."""
+    """Check that the metrics equal the formulas, and are None where a formula has no value."""
     values = of(record)
     for name, oracle in ORACLES.items():
         expected = np.nan if len(matrix) == 1 and name in UNDEFINED_FOR_ONE_TASK else oracle(matrix)
@@ -100,7 +100,10 @@ def test_joint_training_gives_its_accuracy_to_the_runs_of_its_seed_and_budget():
     assert of(with_joint([made_up("gpm", 0), joint(1), joint(3)])[0])["im"] is None
     for other in ({"max_epochs": 5}, {"network": {"name": "cnn"}}, {"benchmark": "other"}):
         assert found(joint(1, **other)) == [[], []], other
-    assert found(joint(1, max_epochs=10)) == [[0.01, None, None], []]  # the recipe has ten epochs, so no limit
+    assert found(joint(1, max_epochs=10)) == [
+        [0.01, None, None],
+        [],
+    ]  # the recipe has ten epochs, so this limit has no effect
     assert found(joint(1), joint(1, recipe={"epochs": 3})) == [[None] * 3, []]
     assert found(joint(1).model_copy(update={"status": "failed"})) == [[], []]
 

@@ -21,7 +21,7 @@ VOID = {"meta", "input", "br"}
 
 
 class Page(HTMLParser):
-    """Elements of a page: the text and the attributes of each, and whether all are closed in order."""
+    """The elements of a page with their text and attributes. Checks that all elements are closed in order."""
 
     def __init__(self, text):
         super().__init__()
@@ -232,7 +232,7 @@ def test_the_policy_allows_this_script_and_style_and_no_address():
 
 
 def test_sixty_runs_stay_below_a_mebibyte():
-    """20 tasks and 20 layers, as ResNet18 on the longest stream has; a tenth of the runs failed."""
+    """There are 20 tasks and 20 layers, like ResNet18 on the longest stream; a tenth of the runs failed."""
     rng = np.random.default_rng(0)
     layers = [f"features.layer{i // 4}.{i % 4}.convolution.weight" for i in range(20)]
     methods = [f"{base}{kind}" for base in ("gpm", "sgp", "trgp", "gpcns") for kind in ("", "-2x", "+became")]
@@ -262,7 +262,9 @@ def test_other_budgets_are_other_sections():
         run("sgp", max_epochs=5),
         run("gpm", 1, benchmark="other"),
         run("ewc", max_epochs=5),
-        run("er", recipe={"name": "plateau", "epochs": 4}),  # has the budget of five epochs
+        run(
+            "er", recipe={"name": "plateau", "epochs": 4}
+        ),  # four epochs are below the limit of five, so the budget is the same
     ]
     page = Page(report(runs, "mine"))
     assert page.texts("h2") == ["made-up", "made-up at most 5 epochs per stage", "other"]

@@ -33,7 +33,7 @@ def test_paired(gains):
 
 @given(GAINS)
 def test_p_is_the_share_of_sign_patterns_at_least_as_far_from_zero(gains):
-    hundredths = [round(100 * gain) for gain in gains]  # whole numbers: the oracle compares without rounding
+    hundredths = [round(100 * gain) for gain in gains]  # the oracle uses integers to avoid rounding
     sums = [
         abs(sum(s * h for s, h in zip(signs, hundredths, strict=True))) for signs in product((1, -1), repeat=len(gains))
     ]

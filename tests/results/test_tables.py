@@ -61,7 +61,7 @@ def test_order(records):
 
 
 def steady(label, mean, seeds=3, **changes):
-    """Runs of one task that are apart by ``mean`` in every seed, so that paired differences have no spread."""
+    """Return runs of one task. Two such labels differ equally in every seed, so the paired spread is zero."""
     return runs_with(label, [mean + 0.01 * seed for seed in range(seeds)], **changes)
 
 
@@ -78,7 +78,7 @@ def test_best_and_second_are_marked_and_joint_does_not_compete():
 
 
 def test_what_the_interval_cannot_tell_apart_ties():
-    noisy = runs_with("noisy", [0.4, 0.6, 1.0])  # mean 0.67, and 0.09 ± 0.3 from a: no difference can be told
+    noisy = runs_with("noisy", [0.4, 0.6, 1.0])  # mean 0.67; its difference to a is 0.09 ± 0.3, so they tie
     records = [*steady("a", 0.7), *noisy, *steady("b", 0.65), *steady("c", 0.6), *steady("d", 0.60000001)]
     ranks = dict(zip("anbcd", table(records).ranks(METRICS["acc"]), strict=True))
     assert ranks == {"a": 1, "n": 1, "b": 2, "c": None, "d": None}
