@@ -246,9 +246,7 @@ class Ray:
             path = os.pathsep.join(entry for entry in sys.path if entry)
             ray.init(self.address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        events = Queue(
-            actor_options={"num_cpus": 0, "scheduling_strategy": here}
-        )  # on this node, so that it survives the others
+        events = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})  # survives the loss of other nodes
         work = ray.remote(max_retries=self.RETRIES)(_ray_work)
         root = str(store.root.resolve())
         if local.data is not None:

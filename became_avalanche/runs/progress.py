@@ -84,9 +84,7 @@ class Progress:
             return
         if event.kind == "resumed":
             finished = 1 + (event.task - 1) * spec.method.n_stages if event.task else 0
-            finished -= self._finished_stages[
-                event.key
-            ]  # counted before, if the run has lost its node and starts again
+            finished -= self._finished_stages[event.key]  # not zero if the run has lost its node and starts again
             self._advance(event.key, finished)
             self._resumed_stages += finished
             self._print(f"{run}: resumed after task {event.task} of {spec.n_tasks}")
@@ -122,9 +120,8 @@ class Progress:
 
     def _time_left(self) -> str:
         total = sum(self._n_stages.values())
-        finished = sum(
-            min(done, self._n_stages[key]) for key, done in self._finished_stages.items()
-        )  # a plugin may add stages
+        # a plugin may add stages that were not counted
+        finished = sum(min(done, self._n_stages[key]) for key, done in self._finished_stages.items())
         seconds = (perf_counter() - self._start) * (total - finished) / max(1, finished - self._resumed_stages)
         return f"about {duration(seconds)} left"
 

@@ -1,4 +1,4 @@
-"""Streams, networks and plugins that specifications of tests name by import path; benchmarks of them, and records."""
+"""Streams and plugins that test specifications name by import path, with small benchmarks and records."""
 
 import torch
 
@@ -25,7 +25,7 @@ def tiny_blobs(seed, samples=30):
 
 
 def images(n, size, classes, seed):
-    """Noise in which one channel tells the class."""
+    """Noise images in which one channel encodes the class."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(n) % classes
     x = torch.randint(256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
@@ -47,7 +47,7 @@ class OwnProjection(GPMPlugin):
 
 
 class OwnMerge(BecameMergePlugin):
-    """A merge that a user has written, with an option more."""
+    """A merge that a user has written, with an additional option."""
 
     def __init__(self, strength=1.0, **options):
         super().__init__(**options)
@@ -73,7 +73,7 @@ IMAGES = Benchmark(
 
 
 def record_of(spec, status="done", finished=None, seconds=(1.0, 0.5), **fields):
-    """A record as the run would leave it, without its numbers."""
+    """A record of a run, without accuracies."""
     stages = [[StageRecord(epochs=1)] * (spec.method.n_stages if t else 1) for t in range(spec.n_trainings)]
     spent = Seconds(training=seconds[0], evaluation=seconds[1])
     return Record(

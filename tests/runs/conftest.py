@@ -18,14 +18,14 @@ def store(tmp_path):
 
 
 def tiny(method="gpm+became", seed=0, **fields):
-    """A run of a second: three tasks of two digits."""
+    """A run that takes a second: three tasks of two digits."""
     return find_benchmark("split-digits").spec(method, seed, **{"n_tasks": 3, "max_epochs": 2, **fields})
 
 
 def forked(work):
-    """Start ``work`` in a child process, which has all modules already; returns its process id."""
+    """Start ``work`` in a forked child process, and return its process id."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch has threads, but the child uses one only
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch has threads, but the child uses only one
         pid = os.fork()
     if pid == 0:
         code = 1
@@ -41,7 +41,7 @@ def forked(work):
 
 
 def how_it_ended(pid):
-    """Wait for a child; returns its exit code, or the signal that killed it as a negative number."""
+    """Wait for a child, and return its exit code, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -50,7 +50,7 @@ def kill_self():
 
 
 def kill_at(monkeypatch, owner, name, call, after=False):
-    """Let this process be killed at a call of a function: before it, or after it if ``after``.
+    """Kill this process at a call of a function: before the call, or after it if ``after``.
 
     :param call: which call, counted from 1.
     """
@@ -69,7 +69,7 @@ def kill_at(monkeypatch, owner, name, call, after=False):
 
 
 def numbers(record):
-    """All that a record holds but times, sizes of processes and where it was resumed."""
+    """The content of a record without times, memory sizes and resumptions."""
     content = record.model_dump(exclude={"peak_memory_bytes", "resumed", "environment"})
     for task in content["tasks"]:
         del task["seconds"]
@@ -87,7 +87,7 @@ def final_state(store, spec):
 
 
 def same(one, other):
-    """Whether two nested structures are bitwise equal, but for times."""
+    """Whether two nested structures are bitwise equal, except for times."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
     if isinstance(one, dict):
@@ -98,6 +98,6 @@ def same(one, other):
 
 
 def contents(folder):
-    """The bytes of every file in a folder, but locks and logs, which every process touches."""
+    """The bytes of every file in a folder, except locks and logs, which every process writes."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "log.txt"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -34,7 +34,7 @@ alpha     -       -       10      5         -       -       1       3
 
 
 def cell(name, method):
-    """What a run is really made with."""
+    """The hyperparameters that a run is actually created with."""
     spec = BENCHMARKS[name].spec(method)
     recipe, (plugin,) = spec.effective_recipe, spec.method.make_plugins()
     return {

@@ -15,7 +15,7 @@ from avalanche.training.plugins import SupervisedPlugin
 from became_avalanche import Inline, Method, Processes, Store, find_benchmark
 from became_avalanche.benchmarks import files
 from became_avalanche.results.record import read_records
-from became_avalanche.runs.engines import ENGINES, _bring_back
+from became_avalanche.runs.engines import ENGINES, _save_record
 from became_avalanche.runs.progress import Progress, ignore
 from became_avalanche.runs.run import Local, run
 from became_avalanche.runs.spec import RunSpec, SpecError, Stream
@@ -37,7 +37,7 @@ def specs_of(*methods, **fields):
 
 
 class Suicidal(SupervisedPlugin):
-    """Kills its process once, in the second task, as the system does when memory runs out."""
+    """A plugin that kills its process once, in the second task, as the system does when memory runs out."""
 
     def __init__(self, flag):
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_killed_worker_fails_one_run_which_resumes(store, suicidal):
 
 
 class Faulty:
-    """A folder of runs that raises what it should not."""
+    """A folder of runs with a bug: it raises an unexpected error."""
 
     root = Path("nowhere")
 
@@ -285,14 +285,14 @@ def test_without_ray_the_message_says_how_to_get_it(monkeypatch):
 def test_records_are_brought_back_from_a_folder_that_is_not_shared(store, tmp_path):
     spec = tiny("finetune", n_tasks=2, max_epochs=1)
     record = run(spec, Store(tmp_path / "node"))
-    _bring_back(spec, record, store)
+    _save_record(spec, record, store)
     assert store.find(spec) == record
     before = contents(store.root)
-    _bring_back(spec, record, store)
+    _save_record(spec, record, store)
     assert contents(store.root) == before
     failed = record.model_copy(update={"status": "failed", "error": "earlier"})
     store.folder(spec).record_path.write_text(failed.to_json())
-    _bring_back(spec, record, store)
+    _save_record(spec, record, store)
     assert store.find(spec) == record
 
 
@@ -300,7 +300,7 @@ def test_records_are_brought_back_from_a_folder_that_is_not_shared(store, tmp_pa
 
 
 def marked_processes(mark):
-    """The processes that have inherited this text in their environment, but this one."""
+    """The other processes that have inherited this text in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -313,7 +313,7 @@ def marked_processes(mark):
 
 @pytest.fixture
 def ray(monkeypatch):
-    """Ray without messages to its makers, and a check that nothing of it is left."""
+    """Ray without usage reports, and a check that no process of it is left."""
     module = pytest.importorskip("ray", reason="Ray is not installed: pip install 'became-avalanche[ray]'")
     mark = f"RAY_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv(*mark.split("="))

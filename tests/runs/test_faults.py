@@ -1,4 +1,4 @@
-"""Ways to lose work. After each of them, everything that was finished is still there."""
+"""Accidents that could lose work. After each of them, everything that was finished is still there."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ def root(tmp_path):
 
 
 def compare(root, methods="finetune,gpm", **options):
-    """``became compare`` in this process, with runs of half a second."""
+    """``became compare`` in this process, with runs that take half a second."""
     settings = {"tasks": 2, "epochs": 1, "seeds": 1, **options}
     arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     return CliRunner().invoke(became, ["compare", "--methods", methods, "--out", str(root), *arguments])
@@ -42,7 +42,7 @@ def runs(root):
 
 
 def assert_kept(before, root):
-    """Every file of every run is as it was. Tables and figures may be new."""
+    """Check that every file of every run is unchanged. Tables and figures may be new."""
     after = contents(root)
     assert before
     for name, content in before.items():
@@ -197,7 +197,7 @@ def test_a_failing_run_does_not_stop_the_others_and_is_tried_again(root, monkeyp
 
 @contextmanager
 def failing_writes(code, after):
-    """A file system on which nothing can be written after so many files."""
+    """A file system on which writing fails after a number of files."""
     fsync, calls = os.fsync, []
 
     def full(descriptor):
@@ -252,7 +252,7 @@ def in_own_mounts(tmp_path, options, work):
 
     code = how_it_ended(forked(child))
     if code == 77:
-        pytest.skip("this system does not let root mount a file system in a namespace of its own")
+        pytest.skip("this system does not let root mount a file system in a separate namespace")
     assert code == 0
 
 

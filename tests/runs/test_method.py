@@ -172,7 +172,7 @@ def test_unknown_names(name, message):
         ("gpm", {"treshold": 1}, None, "gpm has no option 'treshold' (given 1); did you mean 'threshold'?"),
         ("finetune", {"alpha": 1}, None, "finetune has no options; got alpha"),
         ("lwf", {}, None, "lwf needs the option 'alpha'"),
-        ("gpm", {"threshold": 2}, None, "threshold is a fraction of energy between 0 and 1; got 2"),
+        ("gpm", {"threshold": 2}, None, "threshold must be a fraction of energy between 0 and 1; got 2"),
         ("gpm+became", {}, {"fishr": 1}, "the merge has no option 'fishr' (given 1); did you mean 'fisher'?"),
         (
             "gpm+became",

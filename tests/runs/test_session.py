@@ -220,7 +220,7 @@ def test_merges_of_users_are_recorded():
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning")
 def test_si_really_does_something_on_the_cpu():
-    """Avalanche's own plugin gives the weights of plain training here, whatever its strength."""
+    """Avalanche's own plugin gives the weights of plain training here, for every value of its hyperparameter."""
     si, plain = (trained(name)[1][-1]["features.0.weight"] for name in ("si", "finetune"))
     assert not torch.equal(si, plain)
 

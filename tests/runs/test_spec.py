@@ -140,7 +140,7 @@ def test_epochs_that_the_recipe_does_not_reach_are_no_limit():
 
 
 def changed(**fields):
-    """A sound specification with other values at dotted places (double underscores)."""
+    """A valid specification with changed fields; a double underscore separates nested fields."""
     content = json.loads(json.dumps(SPEC))
     for place, value in fields.items():
         *parents, last = place.split("__")

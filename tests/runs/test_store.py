@@ -169,7 +169,7 @@ def newer(path):
 
 
 def of_another_version(path):
-    """A sound file of this run whose state the plugins do not understand."""
+    """A valid file of this run whose state the plugins cannot load."""
     folder = RunFolder(path.parent)
     state = folder.read_checkpoint(path)
     state["strategy"]["plugins"][0][1]["surprise"] = 1

@@ -80,7 +80,7 @@ def test_a_study_asks_for_joint_training_on_each_prefix_once():
 
 
 def changed(**fields):
-    """A sound study with other lines."""
+    """A valid study with other lines."""
     lines = {"benchmarks": '["blobs"]', "methods": '["gpm"]', **fields}
     return "\n".join(f"{name} = {value}" for name, value in lines.items() if value)
 
