@@ -467,7 +467,7 @@ CASES = {
     "NaN in a record": ("record.json", '{"schema_version": 1, "key": NaN}', "NaN is not a number"),
     "a number of 5000 digits": ("record.json", '{"schema_version": 1' + "0" * 5000 + "}", "is corrupt"),
     "an accuracy matrix of empty rows": (
-        "record.json", record_with(accuracy={"test": [[]] * 50_000}), "a column for each task"),
+        "record.json", record_with(accuracy={"test": [[]] * 50_000}), "one column per task"),
     "a specification without a seed": ("record.json", record_with(spec={"benchmark": "x"}), "seed"),
     "so many tasks": ("spec.json", '{"schema_version": 1, "n_tasks": 1e99}', "n_tasks"),
     "TOML nested deeply": ("study.toml", "methods = " + "[" * 100_000, "nested too deeply"),
@@ -510,8 +510,8 @@ def test_files_made_on_purpose(case, sound, tmp_path):
     [
         (lambda state: state["random"]["numpy"]["state"].update(pos=10**6), "random state of NumPy is corrupt"),
         (lambda state: state["random"].update(torch=torch.zeros(3)), "does not fit this strategy|RNG state"),
-        (lambda state: state["optimizer"]["replaced"].update({"features.0.weight": [10**12, 6]}), "does not fit into its shape"),
-        (lambda state: state["model"]["units"].update({"classifier.classifiers.0": 10**12}), "but its weight has 2 rows"),
+        (lambda state: state["optimizer"]["replaced"].update({"features.0.weight": [10**12, 6]}), "not fit into its"),
+        (lambda state: state["model"]["units"].update({"classifier.classifiers.0": 10**12}), "weight has 2 rows"),
         (lambda state: state["model"]["heads"].update({"features": ["0"]}), "does not fit this strategy"),
         (lambda state: state["model"]["tensors"].pop("features.0.weight"), "does not exist"),
         (lambda state: state["plugins"].pop(), "same plugins in the same order"),
