@@ -16,7 +16,7 @@ from became_avalanche.merging.fisher import curvature_along
 from became_avalanche.merging.rules import MergeInputs
 from became_avalanche.plugins.merge import BecameMergePlugin
 from became_avalanche.results.scans import PathScan
-from became_avalanche.strategy.passes import data_pass
+from became_avalanche.strategy.passes import data_pass, mean_loss
 from became_avalanche.strategy.weights import interpolate, restore, snapshot
 
 
@@ -114,7 +114,7 @@ def measure(strategy: SupervisedTemplate, experience: Any, n_samples: int | None
     strategy.experience = experience
     with data_pass(strategy, experience.dataset, strategy.eval_mb_size, n_samples) as batches:
         for size in batches:
-            loss += size * float(strategy.criterion())
+            loss += size * float(mean_loss(strategy, size))
             right += int((strategy.mb_output.argmax(-1) == strategy.mb_y).sum())
             samples += size
     return loss / samples, right / samples

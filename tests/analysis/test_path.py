@@ -87,6 +87,14 @@ def test_each_point_sees_the_same_samples():
     assert scan.curvature == 0
 
 
+def test_losses_are_means_even_if_the_criterion_is_a_sum():
+    strategy, merge, stream = trained()
+    means = scan_path(strategy, merge, stream, n_samples=None, step=0.5).loss
+    strategy._criterion = torch.nn.CrossEntropyLoss(reduction="sum")
+    sums = scan_path(strategy, merge, stream, n_samples=None, step=0.5).loss
+    assert torch.allclose(torch.tensor(sums), torch.tensor(means), rtol=1e-5)
+
+
 def test_curvature_of_a_linear_softmax_model_is_the_second_derivative_of_its_loss():
     """With logits linear in the weights, the Fisher information is the Hessian of the loss."""
     torch.manual_seed(0)
