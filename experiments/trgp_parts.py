@@ -7,8 +7,6 @@ docs/methods.md has the results. ``TRGPPlugin(reference=True)`` has the first th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 from became_avalanche import BecameMergePlugin, MergeInputs, TRGPPlugin
 from became_avalanche.merging.rules import became
-from became_avalanche.strategy.protocols import OwnsParameters, StageAware
+from became_avalanche.strategy.protocols import StageAware
 
 
 class Slip(TRGPPlugin):
@@ -59,23 +57,6 @@ def _without_scales(inputs: MergeInputs) -> float:
     coefficient = became(replace(inputs, fisher=fisher))
     assert isinstance(coefficient, float)
     return coefficient
-
-
-class FrozenScales(BecameMergePlugin):
-    """The free stage trains the weights and the new head, but not the scales, which stay as stage 1 left them."""
-
-    @contextmanager
-    def free_training(self, strategy: SupervisedTemplate, epochs: int | None = None) -> Iterator[None]:
-        owners = [plugin for plugin in strategy.plugins if isinstance(plugin, OwnsParameters)]
-        scales = [scale for plugin in owners for scale in plugin.own_parameters().values()]
-        for scale in scales:
-            scale.requires_grad_(False)
-        try:
-            with super().free_training(strategy, epochs):
-                yield
-        finally:
-            for scale in scales:
-                scale.requires_grad_(True)
 
 
 class SlowFreeStage(BecameMergePlugin, StageAware):

@@ -93,6 +93,7 @@ class BecameMergePlugin(StagedPlugin):
         buffers: Buffers = "merged",
         new_head: NewHead = "candidate",
         own_precision: bool = False,
+        train_own: bool = True,
         reference: bool = False,
         keep_last_merge: bool = False,
     ) -> None:
@@ -115,6 +116,8 @@ class BecameMergePlugin(StagedPlugin):
         :param own_precision: whether to keep a precision for parameters that plugins train outside the model (the
             scales of TRGP). Every task reuses their names, so the scales of a task are weighed with the precision of
             the scales of earlier tasks.
+        :param train_own: whether stage 2 trains the parameters that plugins train outside the model (the scales of
+            TRGP). With False they stay as stage 1 left them, so they do not count in λ.
         :param reference: merge like public scripts that match the paper (the authors have published no code). This sets
             ``fisher``, ``candidate``, ``buffers``, ``new_head`` and ``own_precision`` to the values in ``REFERENCE``.
         :param keep_last_merge: keep the inputs of the last merge in ``last_merge``, for ``scan_path``. They take about
@@ -144,6 +147,7 @@ class BecameMergePlugin(StagedPlugin):
         self.buffers: Buffers = settings["buffers"]
         self.new_head: NewHead = settings["new_head"]
         self.own_precision: bool = settings["own_precision"]
+        self.train_own = train_own
         self.epochs = epochs
         self.keep_last_merge = keep_last_merge
         self.last_merge: MergeInputs | None = None
@@ -226,12 +230,17 @@ class BecameMergePlugin(StagedPlugin):
         :param epochs: epochs of each stage; None for the ``epochs`` option of this plugin.
         """
         train_epochs = strategy.train_epochs
+        own = [parameter for name, parameter in trainable(strategy).items() if ":" in name and not self.train_own]
         with projections_suspended(strategy):
             try:
                 strategy.train_epochs = epochs or self.epochs or train_epochs
+                for parameter in own:
+                    parameter.requires_grad_(False)
                 yield
             finally:
                 strategy.train_epochs = train_epochs
+                for parameter in own:
+                    parameter.requires_grad_(True)
 
     # ------------------------------------------------------------------------------------------------------- details
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from became_avalanche import BecameMergePlugin, TRGPPlugin
-from experiments.trgp_parts import FrozenScales, Gate, SharedAlone, Slip, SlowFreeStage, Unscaled
+from experiments.trgp_parts import Gate, SharedAlone, Slip, SlowFreeStage, Unscaled
 from tests.helpers import Spy, assert_same_weights, blobs, stream_of, weights
 
 
@@ -39,19 +39,6 @@ def test_without_scales_the_coefficient_is_that_of_the_models_own_parameters():
     stability = sum(float((inputs.precision[name] * inputs.delta[name] ** 2).sum()) for name in names)
     assert alone.merges[0].coefficient == pytest.approx(plasticity / (plasticity + stability), rel=1e-6)
     assert alone.merges[0].coefficient < counted.merges[0].coefficient
-
-
-def test_frozen_scales_move_in_stage_one_alone():
-    plugin, merge = TRGPPlugin(0.0), FrozenScales(keep_last_merge=True)
-    stream_of([plugin, merge], benchmark=blobs(n_tasks=2))
-    inputs = merge.last_merge
-    scales = [name for name in inputs.candidate if name.startswith("TRGP:")]
-    assert scales
-    for name in scales:
-        assert torch.equal(inputs.candidate[name], inputs.base[name])
-        assert not torch.equal(inputs.base[name], torch.eye(inputs.base[name].shape[-1]).expand_as(inputs.base[name]))
-    assert all(inputs.delta[name].any() for name in inputs.delta if name.startswith("features"))
-    assert not torch.equal(inputs.candidate["features.0.weight"], inputs.base["features.0.weight"])
 
 
 def test_a_slow_free_stage_starts_at_a_fraction_of_the_rate():

@@ -359,6 +359,39 @@ def test_scales_are_merged_with_the_weights():
             assert torch.equal(scale, torch.lerp(gp[key], hat[key], record.coefficient))
 
 
+@pytest.mark.parametrize("train_own", [True, False])
+def test_without_training_scales_in_stage_2_the_weights_of_the_task_move_on_a_line(train_own):
+    """The task computes with ``W + Σ W S (Q − I) Sᵀ``, which is linear in λ only if ``Q`` stays where it is."""
+    plugin, merge = trusting(), BecameMergePlugin(train_own=train_own, keep_last_merge=True)
+    model = convnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    trained(plugin, model, conv_blobs(n_tasks=2), [merge], optimizer=optimizer)
+    inputs, (record,) = merge.last_merge, merge.merges
+    assert plugin.scales[1]
+    off_the_line = []
+    for name, scales in plugin.scales[1].items():
+        spaces, keys = [plugin.space(name, task) for task in scales], [f"TRGP:{name}.{k}" for k in range(len(scales))]
+        gp, hat = (
+            effective(mock.Mock(weight=ends[name]), spaces, [ends[key] for key in keys])
+            for ends in (inputs.base, inputs.candidate)
+        )
+        merged = effective(mock.Mock(weight=model.get_parameter(name)), spaces, scales.values())
+        off_the_line.append(float((merged - torch.lerp(gp, hat, record.coefficient)).norm() / (hat - gp).norm()))
+        for key, scale in zip(keys, scales.values(), strict=True):
+            assert torch.equal(inputs.candidate[key], inputs.base[key]) != train_own
+            assert torch.equal(scale, inputs.base[key]) != train_own
+            assert inputs.fisher[key].any()  # the Fisher information looks at them again
+    assert (max(off_the_line) > 1e-3) == train_own
+    assert train_own or max(off_the_line) < 1e-5
+
+    counted = [name for name in inputs.fisher if train_own or ":" not in name]
+    form = {
+        part: sum(float((getattr(inputs, part)[n] * inputs.delta[n] ** 2).sum()) for n in counted)
+        for part in ("fisher", "precision")
+    }
+    assert record.coefficient == pytest.approx(form["fisher"] / sum(form.values()), rel=1e-6)
+
+
 def test_evaluation_serves_each_task_with_its_own_weights():
     plugin = trusting()
     strategy = trained(plugin)

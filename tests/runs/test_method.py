@@ -123,6 +123,7 @@ def test_defaults_are_written_out_and_left_out():
         "buffers": "merged",
         "new_head": "candidate",
         "own_precision": False,
+        "train_own": True,
         "reference": False,
         "keep_last_merge": False,
     }
