@@ -31,6 +31,7 @@ from became_avalanche import METRICS, Store, Study, find_benchmark, load_strateg
 from became_avalanche.benchmarks import files, five
 from became_avalanche.files import sealed_json
 from became_avalanche.results.record import RecordError
+from became_avalanche.results.scans import PathScan, read_scans
 from became_avalanche.results.tables import gains, table
 from became_avalanche.runs.run import run
 from became_avalanche.runs.spec import SpecError, read_spec
@@ -585,6 +586,12 @@ def test_a_pipe_in_a_run_folder_does_not_block(name, folder, tmp_path):
         run(SPEC, store)
     (status,) = status_of([SPEC], store)
     assert status.state in ("unreadable", "interrupted")
+
+
+def test_a_pipe_instead_of_a_scan_does_not_block(tmp_path):
+    os.mkfifo(PathScan.path(tmp_path, 2))
+    with pytest.raises(RecordError, match="not a regular file"):
+        read_scans(PathScan, tmp_path)
 
 
 def test_looking_at_a_run_folder_imports_nothing_that_it_names(folder, tmp_path, monkeypatch):

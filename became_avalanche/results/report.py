@@ -107,7 +107,8 @@ class Section:
     @property
     def compared(self) -> str:
         """One sentence that says what was compared."""
-        seeds = {record.seed for record in self.records}
+        fewest, most = (bound(len(runs) for runs in self.labels.values()) for bound in (min, max))
+        seeds = f"{_count(most, 'seed')} each" if fewest == most else f"{fewest} to {most} seeds"
         networks = sorted({str(record.spec["network"]["name"]) for record in self.records})
         budget = f" ({self.budget})" if self.budget else ""
         tasks = f"the {_count(self.n_tasks, 'task')} of {self.title}{budget}"
@@ -116,7 +117,7 @@ class Section:
         if len(methods) < len(self.labels):
             who.append(f"joint training {'' if methods else f'learned {tasks} '}all at once")
         sentence = (
-            f"{', and '.join(who)}, with {_join(networks)} and {_count(len(seeds), 'seed')} each: "
+            f"{', and '.join(who)}, with {_join(networks)} and {seeds}: "
             f"{_count(len(self.records), 'run')}{self._unfinished}."
         )
         return sentence[0].upper() + sentence[1:]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from became_avalanche.files import sealed_json, unsealed
+from became_avalanche.files import read_file, sealed_json, unsealed
 from became_avalanche.results.record import RecordError
 
 SCHEMA = 1
@@ -90,7 +90,7 @@ class Landscape(_Scan):
 def read_scan(kind: type[S], path: Path) -> S:
     """Read a ``PathScan`` or ``Landscape``. Raises a RecordError if the file is corrupt, of another kind, or newer."""
     try:
-        content = unsealed(path.read_bytes(), str(path), "a scan around a merge", SCHEMA)
+        content = unsealed(read_file(path), str(path), "a scan around a merge", SCHEMA)
         del content["schema_version"]
         return kind.model_validate(content)
     except OSError as error:
