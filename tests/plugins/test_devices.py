@@ -139,8 +139,8 @@ OPTIMIZERS = {
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by torch itself
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_steps_stay_on_a_device_that_is_not_the_cpu(optimizer, whole, monkeypatch):
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_steps_stay_on_a_device_that_is_not_the_cpu(optimizer, idempotent, monkeypatch):
     """Runs on fake tensors, which raise an error if a CPU tensor is mixed in or a value is read."""
     monkeypatch.setattr(backward, "WORTHWHILE", -float("inf"))
     with FakeTensorMode():
@@ -148,7 +148,7 @@ def test_steps_stay_on_a_device_that_is_not_the_cpu(optimizer, whole, monkeypatc
         layers, parameters = map_layers(model), dict(model.named_parameters())
         guards = []
         for name, rows in (("0.weight", (1, 6, 2)), ("1.weight", (2, 18, 3))):
-            project = Projector(torch.empty(rows, device="cuda"), complement=False, whole=whole)
+            project = Projector(torch.empty(rows, device="cuda"), complement=False, idempotent=idempotent)
             outputs = torch.ones(5, dtype=torch.bool, device="cuda") if name == "0.weight" else None
             guards.append(Guard(name, [parameters[name]], project, layers.protected[name], outputs))
         guards.append(Guard("0.bias", [parameters["0.bias"]], torch.zeros_like))
