@@ -44,6 +44,15 @@ class Unscaled(TRGPPlugin):
         super().after_training_exp(strategy, **kwargs)
 
 
+class Repaired(Gate, Unscaled):
+    """The published TRGP without its slip: gate, unscaled memory, and a basis just below the first threshold."""
+
+    def update_memory(self, name: str, observed: Any) -> None:
+        self.reference = name not in self.memory
+        super().update_memory(name, observed)
+        self.reference = False
+
+
 class SharedAlone(BecameMergePlugin):
     """λ is that of the parameters that tasks share, with the new head but without the scales."""
 
