@@ -59,9 +59,9 @@ class RunningStatistics(TaskPlugin):
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self.mode == "task":
-            self._store(strategy.model)
-            self._active = _only_label(strategy.experience.task_labels)
-            self.statistics.setdefault(self._active, statistics_of(strategy.model))
+            label = _only_label(strategy.experience.task_labels)
+            self.statistics.setdefault(label, statistics_of(strategy.model))  # a new task starts from the current ones
+            self._activate(strategy.model, label)
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self.mode == "freeze" and self.experiences > 0:
@@ -70,7 +70,7 @@ class RunningStatistics(TaskPlugin):
 
     def before_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         if self.mode == "task":
-            self._activate(strategy)
+            self._activate(strategy.model, _only_label(strategy.mb_task_id.unique().tolist()))
 
     before_eval_forward = before_forward
 
@@ -86,15 +86,14 @@ class RunningStatistics(TaskPlugin):
         super().reset()
         self._active = None
 
-    def _activate(self, strategy: SupervisedTemplate) -> None:
-        """Copy the statistics of the current batch's task into the model."""
-        label = _only_label(strategy.mb_task_id.unique().tolist())
+    def _activate(self, model: nn.Module, label: int) -> None:
+        """Copy the statistics of a task into the model."""
         if label == self._active or label not in self.statistics:
             return
-        self._store(strategy.model)
+        self._store(model)
         self._active = label
         with torch.no_grad():
-            buffers = dict(strategy.model.named_buffers())
+            buffers = dict(model.named_buffers())
             for name, values in self.statistics[label].items():
                 buffers[name].copy_(values)
 

@@ -85,6 +85,22 @@ def test_each_task_has_its_own_statistics():
     assert all(torch.equal(plugin.statistics[t]["features.1.running_mean"], means[t]) for t in range(3))
 
 
+def test_a_task_that_is_trained_in_two_calls_keeps_its_statistics():
+    benchmark, results = shifted(), []
+    for evaluated in (False, True):
+        torch.manual_seed(0)
+        strategy = naive(normalised(), [RunningStatistics("task")])
+        strategy.train(benchmark.train_stream[0])
+        torch.manual_seed(1)
+        strategy.train(benchmark.train_stream[1], task_continues=True)
+        if evaluated:
+            logits_of(strategy, benchmark.test_stream[0])  # copies the statistics of the first task into the model
+        torch.manual_seed(2)
+        strategy.train(benchmark.train_stream[1])
+        results.append(weights(strategy.model))
+    assert_same_weights(*results)
+
+
 def test_statistics_continue_from_a_file(tmp_path):
     benchmark, results = shifted(), []
     for resumed in (False, True):
