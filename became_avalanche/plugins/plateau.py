@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -270,8 +270,8 @@ class TrainingPlateauPlugin(_Plateau):
     def loss(self, strategy: SupervisedTemplate) -> float:
         """Return the mean training loss over the epoch."""
         loss = float(self._total) / self._samples
-        if loss != loss:
-            raise DivergenceError("the training loss is NaN")
+        if not isfinite(loss):
+            raise DivergenceError(f"the training loss is not finite: {loss}")
         return loss
 
     def is_last(self, strategy: SupervisedTemplate) -> bool:

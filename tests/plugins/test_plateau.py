@@ -258,10 +258,14 @@ def test_training_loss_is_the_mean_over_the_samples_of_the_epoch_with_penalties(
     assert min(seen) > 2
 
 
-def test_a_training_loss_that_is_not_a_number_is_an_error():
-    spy = Spy(before_backward=lambda s: s.loss.mul_(math.nan))
-    with pytest.raises(ValueError, match="training loss is NaN"):
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_training_loss_that_is_not_finite_is_an_error(factor):
+    spy = Spy(before_backward=lambda s: s.loss.mul_(factor))
+    with pytest.raises(DivergenceError, match=f"the training loss is not finite: {factor}"):
         naive(mlp(), [spy, TrainingPlateauPlugin()]).train(blobs(n_tasks=1).train_stream)
+
+
+def test_training_needs_at_least_one_plateau():
     with pytest.raises(ValueError, match="plateaus must be at least 1; got 0"):
         TrainingPlateauPlugin(plateaus=0)
 
