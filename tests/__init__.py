@@ -1,0 +1,3 @@
+import gc
+
+gc.disable()  # until all tests are collected (conftest.py): imports make many objects and hardly any garbage

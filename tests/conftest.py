@@ -1,4 +1,6 @@
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +14,40 @@ settings.load_profile("default")
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish():
+    """Exclude what the imports have made from every later garbage collection."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unrendered(monkeypatch):
+    """Figures are drawn, but their files are empty: rendering takes most of the time of a small comparison.
+
+    Returns the set of names of files, without suffix, that are rendered nevertheless; it is empty at first.
+    """
+    from matplotlib.figure import Figure
+
+    render, rendered = Figure.savefig, set()
+
+    def savefig(self, file, **options):
+        if isinstance(file, str | os.PathLike):
+            if Path(file).stem in rendered:
+                render(self, file, **options)
+            else:
+                Path(file).write_bytes(b"")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return rendered
 
 
 @pytest.fixture

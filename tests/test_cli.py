@@ -3,12 +3,14 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import wandb
 
 from became_avalanche import DivergenceError
+from became_avalanche.analysis import endpoints
 from became_avalanche.cli import main
 from became_avalanche.results.record import read_record, read_records
 from became_avalanche.runs import catalogue
@@ -160,6 +162,7 @@ def test_the_package_is_the_command(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("became: unknown benchmark 'nowhere'")
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_tables_of_a_folder_a_run_and_a_study(became, tmp_path, file):
     for n, seed in enumerate((0, 1)):
         for method in ("gpm", "gpm-2x", "gpm+became"):
@@ -191,11 +194,15 @@ def write(folder, record):
     (folder / "record.json").write_text(record.to_json())
 
 
-def test_figures_of_a_folder_and_of_a_study(became, tmp_path):
+def test_figures_of_a_folder_and_of_a_study(became, tmp_path, unrendered, monkeypatch):
+    coarse = partial(endpoints.measure_landscape, size=4)
+    monkeypatch.setattr(endpoints, "measure_landscape", coarse)
+    unrendered |= {"final", "comparison"}
     for method in ("gpm", "gpm-2x", "gpm+became"):
         write(tmp_path / "folder" / f"{method}.0", made_up(method, 0))
     code, out, err = became("plot", "folder", "--figure", "final")
     assert (code, out, err) == (0, "folder/figures/final.pdf\nfolder/figures/final.png\n", "")
+    assert (tmp_path / "folder" / "figures" / "final.png").read_bytes().startswith(b"\x89PNG")
     code, out, err = became("plot", "folder", "--to", "there")
     assert code == 0
     assert (tmp_path / "there" / "comparison.pdf").read_bytes().startswith(b"%PDF")
@@ -210,8 +217,11 @@ def test_figures_of_a_folder_and_of_a_study(became, tmp_path):
     assert compare(became, "gpm+became", "--tasks", "2", "--keep", "endpoints")[0] == 0
     (run,) = (tmp_path / "runs").glob("blobs*/")
     for name, file in (("path", "pathscan-002.json"), ("landscape", "landscape-002.json")):
+        unrendered.add(name)
         code, out, err = became("plot", str(run), "--figure", name, "--samples", "5")
         assert (code, err) == (0, "")
+        assert (run / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+        unrendered.clear()
         measured = (run / file).read_bytes()
         assert became("plot", "runs", "--figure", name, "--samples", "6")[0] == 0
         assert (run / file).read_bytes() == measured  # measured once
@@ -262,6 +272,7 @@ def test_comparison(became, tmp_path):
     assert {record.method for record in read_records(tmp_path / "runs")} == {"finetune", "gpm", "gpm+became"}
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_finished_runs_are_used_again(became, monkeypatch, tmp_path):
     first = compare(became, "gpm,gpm+became")
     kept = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("record.json")}
@@ -277,6 +288,7 @@ def test_finished_runs_are_used_again(became, monkeypatch, tmp_path):
     assert {path: path.read_bytes() for path in kept} == kept
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_report_of_a_folder_and_of_a_study_and_repeating_a_run(became, file, tmp_path):
     assert compare(became, "gpm,sgp", "--tasks", "2")[0] == 0
     code, out, _ = became("report", "runs")
@@ -310,6 +322,7 @@ def test_the_same_method_by_two_names_is_one_row(became):
     assert len(re.findall(r"^nscl-2x ", out, re.M)) == 1
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_plugin_in_the_working_directory_is_found(became, tmp_path):
     (tmp_path / "plugin_beside.py").write_text(
         "from became_avalanche import GPMPlugin\n\n\nclass Mine(GPMPlugin):\n    pass\n"
@@ -318,6 +331,7 @@ def test_a_plugin_in_the_working_directory_is_found(became, tmp_path):
     assert (code, "plugin_beside:Mine+became over plugin_beside:Mine: " in out) == (0, True), err
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_hyperparameters_that_were_not_tuned_are_named(became, monkeypatch):
     untuned = catalogue.replace(BLOBS, untuned=frozenset({"ewc", "er", "owm"}))
     monkeypatch.setitem(catalogue.BENCHMARKS, "blobs", untuned)
@@ -364,6 +378,7 @@ def failing(name, error):
     return fail
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_one_failure_does_not_stop_the_others(became, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Session, "step", failing("gpm", ValueError("no reason")))
@@ -387,6 +402,7 @@ def test_divergence_is_a_result(became, monkeypatch):
     assert compare(became, "gpm,sgp")[2] == ""
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_that_cannot_be_read_is_left_alone(became, tmp_path):
     compare(became, "gpm")
     (path,) = (tmp_path / "runs").glob("*/record.json")
@@ -397,6 +413,7 @@ def test_a_run_that_cannot_be_read_is_left_alone(became, tmp_path):
     assert not re.search(r"^gpm ", out, re.M)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_an_interrupt_says_how_to_resume(became, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Session, "step", failing("sgp", KeyboardInterrupt()))

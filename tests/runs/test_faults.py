@@ -23,10 +23,18 @@ from became_avalanche.runs.study import status_of
 
 from .conftest import contents, forked, how_it_ended, numbers, tiny
 
+pytestmark = pytest.mark.usefixtures("unrendered")
+
 
 @pytest.fixture
 def root(tmp_path):
     return tmp_path / "runs"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The record of a run that nothing disturbed."""
+    return run(tiny("gpm", n_tasks=2, max_epochs=1), Store(tmp_path_factory.mktemp("whole")))
 
 
 def compare(root, methods="finetune,gpm", **options):
@@ -212,9 +220,8 @@ def failing_writes(code, after):
 
 
 @pytest.mark.parametrize("after", range(5))
-def test_a_disk_that_fills_up_keeps_what_is_finished(after, store, tmp_path):
+def test_a_disk_that_fills_up_keeps_what_is_finished(after, store, whole):
     spec = tiny("gpm", n_tasks=2, max_epochs=1)
-    whole = run(spec, Store(tmp_path / "whole"))
     finished = tiny("finetune", n_tasks=2, max_epochs=1)
     run(finished, store)
     before = contents(store.root)
@@ -256,10 +263,9 @@ def in_own_mounts(tmp_path, options, work):
     assert code == 0
 
 
-def test_a_real_full_disk(tmp_path):
+def test_a_real_full_disk(tmp_path, whole):
     spec = tiny("gpm", n_tasks=2, max_epochs=1)
     finished = tiny("finetune", n_tasks=2, max_epochs=1)
-    whole = run(spec, Store(tmp_path / "whole"))
     disk = tmp_path / "disk"
     disk.mkdir()
 
