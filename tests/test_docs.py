@@ -3,16 +3,19 @@
 import re
 import shlex
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import click
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 
 import became_avalanche
 from became_avalanche.cli import became
 from became_avalanche.results.metrics import METRICS
+from tests.runs.conftest import forked, how_it_ended
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -117,12 +120,39 @@ def test_every_public_name_is_in_the_reference():
     assert set(re.findall(r"became_avalanche\.(\w+)$", page, re.M)) == set(became_avalanche.__all__)
 
 
-def test_the_notebook_runs():
-    """With fewer epochs than in the notebook that is shown."""
+class Shell(InteractiveShell):
+    def enable_gui(self, gui=None):
+        """Let ``%matplotlib inline`` pass; there is no window to open."""
+
+
+def in_a_child(notebook, printed):
+    """Run the cells in a forked process, which has all imports already."""
+
+    def child():
+        shell = Shell.instance()
+        with printed.open("w") as file, redirect_stdout(file):
+            for cell in notebook.cells:
+                if cell.cell_type == "code":
+                    shell.run_cell(cell.source).raise_error()
+
+    assert how_it_ended(forked(child)) == 0
+
+
+def in_jupyter(notebook, printed):
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed.write_text("".join(output.get("text", "") for output in outputs))
+
+
+@pytest.mark.parametrize("execute", [in_a_child, pytest.param(in_jupyter, marks=pytest.mark.long)])
+def test_the_notebook_runs(execute, tmp_path, monkeypatch):
+    """With fewer tasks, epochs and steps than in the notebook that is shown."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
     for cell in notebook.cells:
-        cell.source = re.sub(r"train_epochs=\d+", "train_epochs=1", cell.source)
-    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
-    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+        for setting in ("n_tasks=2", "train_epochs=1", "train_mb_size=64"):
+            cell.source = re.sub(setting.partition("=")[0] + r"=\d+", setting, cell.source)
+    execute(notebook, tmp_path / "printed")
+    printed = (tmp_path / "printed").read_text()
     assert re.search(r"gpm\+became +ACC \d", printed)
     assert "chosen λ" in printed

@@ -53,6 +53,7 @@ from became_avalanche import (
 )
 from became_avalanche.strategy.checkpoint import not_resumable, strategy_state
 from tests.helpers import CONV_SHAPE, Network, Spy, assert_same_weights, batch_of, blobs, convnet, mlp, naive, weights
+from tests.runs.conftest import forked, how_it_ended
 
 
 class Dropout(nn.Sequential):
@@ -208,25 +209,33 @@ def test_continues_bitwise(case, tmp_path):
     assert matrix.result().shape == (3, 3)
 
 
-CHILD = """
-import sys
-from tests.strategy.test_checkpoint import CASES, blobs, build, load_strategy, save_strategy, train
-strategy, matrix = build(*CASES["trgp+became, momentum"])
-load_strategy(strategy, sys.argv[1])
-train(strategy, blobs(n_tasks=4), 2, 4)
-save_strategy(strategy, sys.argv[2])
-"""
+def continue_from(middle, end):
+    strategy, _ = build(*CASES["trgp+became, momentum"])
+    load_strategy(strategy, middle)
+    train(strategy, blobs(n_tasks=4), 2, 4)
+    save_strategy(strategy, end)
 
 
-def test_continues_bitwise_in_another_process(tmp_path):
+def in_a_fork(middle, end):
+    """Without imports, which take seconds."""
+    assert how_it_ended(forked(lambda: continue_from(middle, end))) == 0
+
+
+def in_another_interpreter(middle, end):
+    code = "import sys; from tests.strategy.test_checkpoint import continue_from; continue_from(*sys.argv[1:])"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    arguments = [sys.executable, "-W", "ignore", "-c", code, middle, end]
+    subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], env=environment)
+
+
+@pytest.mark.parametrize("proceed", [in_a_fork, pytest.param(in_another_interpreter, marks=pytest.mark.long)])
+def test_continues_bitwise_in_another_process(proceed, tmp_path):
     benchmark = blobs(n_tasks=4)
     undisturbed, _ = build(*CASES["trgp+became, momentum"])
     train(undisturbed, benchmark, 0, 2)
     save_strategy(undisturbed, tmp_path / "middle")
     train(undisturbed, benchmark, 2, 4)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    arguments = [sys.executable, "-W", "ignore", "-c", CHILD, tmp_path / "middle", tmp_path / "end"]
-    subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], env=environment)
+    proceed(tmp_path / "middle", tmp_path / "end")
     resumed, _ = build(*CASES["trgp+became, momentum"])
     load_strategy(resumed, tmp_path / "end")
     assert_same_strategies(undisturbed, resumed)
