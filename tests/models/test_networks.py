@@ -75,11 +75,16 @@ def torchvision_network():
     return MultiHeadNetwork(backbone, 512)
 
 
+def shape_for(make):
+    """Return the shape of images for a network: the usual one, or small images if it pools over all positions."""
+    return (3, 32, 32) if make in (AlexNet, LeNet) else (3, 12, 12)
+
+
 @pytest.mark.parametrize("make", [AlexNet, LeNet, PreActResNet18, torchvision_network])
 def test_networks_train_with_projection_and_merge(make):
     torch.manual_seed(0)
     merge = BecameMergePlugin()
-    benchmark = blobs(n_tasks=2, samples=4, shape=(3, 32, 32))
+    benchmark = blobs(n_tasks=2, samples=4, shape=shape_for(make))
     strategy = naive(make(), [GPMPlugin(n_samples=2), merge], train_epochs=1, train_mb_size=4)
     for experience in benchmark.train_stream:
         strategy.train(experience)
@@ -90,12 +95,12 @@ def test_networks_train_with_projection_and_merge(make):
 @pytest.mark.parametrize("make", [AlexNet, LeNet, PreActResNet18])
 def test_only_the_heads_of_a_batch_are_computed(make):
     strategy = naive(make(), train_epochs=1, train_mb_size=8)
-    benchmark = blobs(n_tasks=3, samples=8, shape=(3, 32, 32))
+    benchmark = blobs(n_tasks=3, samples=8, shape=shape_for(make))
     strategy.eval(benchmark.test_stream)  # adds all heads
     called = []
     for name, head in strategy.model.classifier.classifiers.items():
         head.register_forward_hook(lambda *_, name=name: called.append(name))
-    x = torch.zeros(4, 3, 32, 32)
+    x = torch.zeros(4, *shape_for(make))
     strategy.model(x, torch.tensor([2, 0, 2, 0]))
     assert sorted(called) == ["0", "2"]
 

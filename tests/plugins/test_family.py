@@ -59,7 +59,7 @@ def trained(plugins, make_model, make_optimizer, benchmark=None, **kwargs):
     model = make_model()
     strategy = naive(model, plugins, make_optimizer(model.parameters()), **kwargs)
     states = []
-    for experience in (benchmark or blobs(shape=CONV_SHAPE)).train_stream:
+    for experience in (benchmark or blobs(samples=20, shape=CONV_SHAPE)).train_stream:
         strategy.train(experience)
         states.append(weights(model))
     return states
@@ -67,19 +67,20 @@ def trained(plugins, make_model, make_optimizer, benchmark=None, **kwargs):
 
 @cache
 def plainly_trained(network):
-    return trained([], *NETWORKS[network])
+    return trained([], *NETWORKS[network], train_epochs=1)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("method", FAMILY)
 def test_alone_and_merged_in_either_order(method, network):
     make_model, make_optimizer = NETWORKS[network]
-    alone = trained(FAMILY[method](), make_model, make_optimizer)
+    alone = trained(FAMILY[method](), make_model, make_optimizer, train_epochs=1)
     plain = plainly_trained(network)
     plugins, reverse = FAMILY[method](), FAMILY[method]()
     merge = BecameMergePlugin()
-    merged = trained([*plugins, merge], make_model, make_optimizer)
-    assert_same_weights(merged[-1], trained([BecameMergePlugin(), *reverse[::-1]], make_model, make_optimizer)[-1])
+    merged = trained([*plugins, merge], make_model, make_optimizer, train_epochs=1)
+    reversed_order = trained([BecameMergePlugin(), *reverse[::-1]], make_model, make_optimizer, train_epochs=1)
+    assert_same_weights(merged[-1], reversed_order[-1])
     assert_same_weights(plain[0], alone[0])  # an empty memory is plain training
     assert_same_weights(plain[0], merged[0])
     assert not torch.equal(plain[-1]["features.0.weight"], alone[-1]["features.0.weight"])
@@ -89,8 +90,10 @@ def test_alone_and_merged_in_either_order(method, network):
     assert all(tensor.isfinite().all() for tensor in merged[-1].values())
 
 
-@pytest.mark.parametrize(("stream", "optimizer", "order"), [(split_digits, "sgd", 1), (permuted_digits, "adam", -1)])
-@pytest.mark.parametrize("method", FAMILY)
+@pytest.mark.parametrize(
+    ("method", "stream", "optimizer", "order"),
+    [*((method, split_digits, "sgd", 1) for method in FAMILY), ("gpm", permuted_digits, "adam", -1)],
+)
 def test_digits_merged(method, stream, optimizer, order):
     plugins, merge, model = FAMILY[method](), BecameMergePlugin(), MultiHeadMLP()
     strategy = naive(
@@ -113,7 +116,7 @@ def test_state_goes_through_a_file_and_continues_to_the_same_weights(method, sec
     def make():
         return [*FAMILY[method](), second()]
 
-    benchmark, results, logits = blobs(n_tasks=3, shape=CONV_SHAPE), [], []
+    benchmark, results, logits = blobs(samples=20, shape=CONV_SHAPE), [], []
     for interrupted in (False, True):
         torch.manual_seed(0)
         model, plugins = convnet(), make()
@@ -139,7 +142,7 @@ def test_state_goes_through_a_file_and_continues_to_the_same_weights(method, sec
 @pytest.mark.parametrize("method", FAMILY)
 def test_evaluations_do_not_change_each_other(method):
     plugins = [*FAMILY[method](), BecameMergePlugin()]
-    benchmark, model = blobs(n_tasks=3, shape=CONV_SHAPE), convnet()
+    benchmark, model = blobs(samples=20, shape=CONV_SHAPE), convnet()
     strategy = naive(model, plugins, train_epochs=1)
     strategy.train(benchmark.train_stream)
     before = weights(model)

@@ -127,8 +127,10 @@ PLUGINS = {
 }
 
 
-@pytest.mark.parametrize("companion", COMPANIONS)
-@pytest.mark.parametrize("plugin", ["gpm", "sgp"])
+@pytest.mark.parametrize(
+    ("plugin", "companion"),
+    [*(("gpm", companion) for companion in COMPANIONS), ("sgp", "ewc"), ("sgp", "shared weights")],
+)
 def test_projecting_batches_equals_projecting_gradients_beside(plugin, companion, monkeypatch):
     fast, _, answers = trained(monkeypatch, EVERYWHERE, PLUGINS[plugin], companion=companion)
     slow, _, none = trained(monkeypatch, NOWHERE, PLUGINS[plugin], companion=companion)

@@ -67,7 +67,7 @@ def check(method, n_tasks, ratio):
     later = median(seconds[-n_tasks // 4 :]) / median(seconds[n_tasks // 4 : n_tasks // 2])
     assert later < ratio, f"a task of the last quarter takes {later:.1f} times as long as one of the second"
     if method not in GROWS:
-        assert live[1] <= live[0] + 20_000  # bases of at most 12 x 12 values may still grow
+        assert live[1] <= live[0] + min(20_000, 1000 * n_tasks)  # bases of at most 12 x 12 values may still grow
     for plugin in plugins:
         if isinstance(plugin, BecameMergePlugin):
             assert len(plugin.merges) == n_tasks - 1
@@ -94,8 +94,8 @@ def assert_orthonormal(plugin):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_twenty_tasks(method):
-    check(method, 20, ratio=10)
+def test_twelve_tasks(method):
+    check(method, 12, ratio=10)
 
 
 @pytest.mark.long

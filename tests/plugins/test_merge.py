@@ -128,7 +128,7 @@ def test_built_in_plugins_see_one_experience_and_the_merged_weights(other, posit
     plugins.insert(position, other())
     seen = []
     plugins.insert(0, Spy(after_training_exp=lambda s: seen.append(weights(s.model))))
-    strategy = stream_of(plugins, convnet, blobs(shape=CONV_SHAPE))
+    strategy = stream_of(plugins, convnet, blobs(samples=20, shape=CONV_SHAPE))
     assert len(seen) == strategy.clock.train_exp_counter == 3
     assert_same_weights(seen[-1], weights(strategy.model))
 
@@ -222,7 +222,7 @@ def test_fisher_information_by_other_estimators(estimator):
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_merges_what_it_says(rule):
     plugin, stages = BecameMergePlugin(rule=rule), Stages()
-    stream_of([GPMPlugin(0.9), plugin, stages.plugin()], convnet, blobs(shape=CONV_SHAPE))
+    stream_of([GPMPlugin(0.9), plugin, stages.plugin()], convnet, blobs(samples=20, shape=CONV_SHAPE))
     for record, first in zip(plugin.merges, (1, 3), strict=True):
         gp, hat, merged = stages.ends[first], stages.ends[first + 1], stages.merged[record.t - 1]
         if rule == "none":
