@@ -80,19 +80,26 @@ def make_network(spec: RunSpec) -> nn.Module:
 def environment() -> dict[str, str]:
     """Return the versions and the machine type, which may affect results."""
     packages = ("torch", "torchvision", "avalanche-lib", "numpy", "became-avalanche")
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
         "machine": platform.machine(),
-        **({"commit": commit.stdout.strip()} if commit.returncode == 0 else {}),
+        **_commit(Path(__file__).parents[2]),
     }
+
+
+def _commit(clone: Path) -> dict[str, str]:
+    """Return the commit of a clone of this repository. An installed package may lie inside another repository."""
+    if not (clone / ".git").exists():
+        return {}
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {"commit": described.stdout.strip()} if described.returncode == 0 else {}
 
 
 def _peak_memory(device: torch.device) -> int:

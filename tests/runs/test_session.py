@@ -1,4 +1,6 @@
 import math
+import re
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,7 @@ from became_avalanche import METRICS, Method, RunSpec, train
 from became_avalanche.runs import trace
 from became_avalanche.runs.components import SpecError
 from became_avalanche.runs.method import BASES, RULES
-from became_avalanche.runs.session import Session
+from became_avalanche.runs.session import Session, _commit
 from tests import oracles
 from tests.helpers import Spy, assert_same_weights, batch_of, weights
 from tests.runs.components import BLOBS, IMAGES, tiny_blobs
@@ -248,3 +250,13 @@ def test_wrong_arguments(arguments, message):
     with pytest.raises(SpecError) as error:
         train(*arguments)
     assert str(error.value).startswith(message)
+
+
+def test_the_commit_is_that_of_this_repository_alone(tmp_path):
+    git = ["git", "-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    subprocess.run([*git, "-C", tmp_path, "commit", "--quiet", "--allow-empty", "--message", "first"], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", _commit(tmp_path)["commit"])
+    installed = tmp_path / ".venv" / "site-packages"
+    installed.mkdir(parents=True)
+    assert _commit(installed) == {}
