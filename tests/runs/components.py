@@ -19,7 +19,7 @@ from became_avalanche.results.record import Seconds, StageRecord, TaskRecord
 from tests.helpers import blobs
 
 
-def tiny_blobs(seed, samples=30):
+def tiny_blobs(seed, samples=20):
     """Three tasks that a small network learns in a moment."""
     return blobs(seed=seed, samples=samples)
 

@@ -14,13 +14,14 @@ from avalanche.training.plugins import SupervisedPlugin
 
 from became_avalanche import Inline, Method, Processes, Store, find_benchmark
 from became_avalanche.benchmarks import files
+from became_avalanche.cli import main
 from became_avalanche.results.record import read_records
 from became_avalanche.runs.engines import ENGINES, _save_record
 from became_avalanche.runs.progress import Progress, ignore
 from became_avalanche.runs.run import Local, run
 from became_avalanche.runs.spec import RunSpec, SpecError, Stream
 
-from .conftest import contents, final_state, numbers, same, tiny
+from .conftest import contents, final_state, forked, how_it_ended, numbers, same, tiny
 
 BECAME = [sys.executable, "-c", "from became_avalanche.cli import main; main()"]
 
@@ -191,21 +192,14 @@ def children_of(group):
     return found
 
 
+def command(root, *options):
+    return ["compare", "--methods", "gpm,gpm+became", "--seeds", "1", "--epochs", "8", "--out", str(root), *options]
+
+
 def study(root, *options):
-    arguments = [
-        "compare",
-        "--methods",
-        "gpm,gpm+became",
-        "--seeds",
-        "1",
-        "--epochs",
-        "8",
-        "--out",
-        str(root),
-        *options,
-    ]
+    """The study in another interpreter."""
     return subprocess.Popen(
-        [*BECAME, *arguments],
+        [*BECAME, *command(root, *options)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs are started without it
@@ -213,6 +207,35 @@ def study(root, *options):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+class ForkedStudy:
+    """The study in a forked process, which has all imports already, with what the tests need of ``Popen``."""
+
+    def __init__(self, root, *options):
+        read, write = os.pipe()
+
+        def child():
+            os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.argv = ["became", *command(root, *options)]
+            with open(os.devnull, "w") as out, open(write, "w", buffering=1) as err:
+                sys.stdout, sys.stderr = out, err
+                try:
+                    main()
+                except SystemExit as end:
+                    err.flush()
+                    os._exit(end.code)
+
+        self.pid = forked(child)
+        os.close(write)
+        self.stderr = os.fdopen(read)
+
+    def communicate(self, timeout):
+        with self.stderr:
+            errors = self.stderr.read()
+        self.returncode = how_it_ended(self.pid)
+        return None, errors
 
 
 def read_until(process, text):
@@ -241,11 +264,14 @@ def uninterrupted(tmp_path_factory):
     return store
 
 
-@pytest.mark.parametrize("engine", ["inline", "processes"])
-def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(engine, tmp_path, uninterrupted):
+@pytest.mark.parametrize(
+    ("start", "options"),
+    [(ForkedStudy, ("--engine", "inline")), (study, ("--engine", "processes", "--workers", "2"))],
+    ids=["inline", "processes"],
+)
+def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(start, options, tmp_path, uninterrupted):
     root = tmp_path / "runs"
-    options = ["--engine", engine, *(["--workers", "2"] if engine == "processes" else [])]
-    process = study(root, *options)
+    process = start(root, *options)
     before = read_until(process, "task 2 of 5, stage 1")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=60)

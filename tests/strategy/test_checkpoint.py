@@ -193,7 +193,7 @@ def assert_same_strategies(one, other):
 def test_continues_bitwise(case, tmp_path):
     make_optimizer, make_plugins = CASES[case]
     make_model, shape = (convnet, CONV_SHAPE) if "nscl" in case or case == "connector" else (with_dropout, (6,))
-    benchmark = blobs(n_tasks=3, shape=shape)
+    benchmark = blobs(samples=20, shape=shape)
     undisturbed, matrix = build(make_optimizer, make_plugins, make_model)
     train(undisturbed, benchmark, 0, 2)
     save_strategy(undisturbed, tmp_path / "state")
@@ -464,14 +464,14 @@ def test_a_strategy_that_is_built_otherwise_is_refused(tmp_path):
 @pytest.mark.parametrize("case", ["gpm", "trgp+became, momentum", "nscl+became in groups", "connector+became", "step"])
 def test_checkpoints_of_avalanche_work(case, tmp_path):
     make_optimizer, make_plugins = CASES[case]
-    benchmark = blobs(n_tasks=4)
+    benchmark = blobs(samples=20)
     undisturbed, _ = build(make_optimizer, make_plugins, loggers=[BaseLogger()])
     train(undisturbed, benchmark, 0, 2)
     save_checkpoint(undisturbed, tmp_path / "state")
-    train(undisturbed, benchmark, 2, 4)
+    train(undisturbed, benchmark, 2, 3)
     disturb()
     resumed, _ = build(make_optimizer, make_plugins, loggers=[BaseLogger()])
     resumed, t = maybe_load_checkpoint(resumed, tmp_path / "state")
     assert t == 2
-    train(resumed, benchmark, 2, 4)
+    train(resumed, benchmark, 2, 3)
     assert_same_strategies(undisturbed, resumed)
