@@ -121,7 +121,10 @@ def changed(**fields):
             changed(methods='[{name = "gpm-2x", merge = {}}]'),
             "methods[0]: gpm-2x has settings for a merge but does not merge; name it gpm+<rule>",
         ),
-        (changed(methods='[{name = "sgp", options = {alpha = inf}}]'), "methods[0].options: an option must be a finite"),
+        (
+            changed(methods='[{name = "sgp", options = {alpha = inf}}]'),
+            "methods[0].options: an option must be a finite",
+        ),
         (changed(benchmarks='["blob"]'), "benchmarks: unknown benchmark 'blob'; did you mean 'blobs'?"),
         (changed(benchmarks="[]"), "benchmarks must not be empty"),
         (changed(seeds="-3"), "seeds: the number of seeds must be from 1 to 1000; got -3"),
