@@ -14,7 +14,7 @@ from became_avalanche.layers.layer import Layer
 def originals(layer: Layer) -> list[nn.Parameter]:
     """Return the parameters from which the weight of ``layer`` is computed, the one with the weight's shape first.
 
-    Return an empty list if the weight cannot be protected: some of these parameters are frozen, or they cannot produce
+    Return an empty list if the weight cannot be protected: only some of these parameters train, or they cannot produce
     every weight, so that there may be none that give the projected weight. Weight normalisation can produce every
     weight, spectral normalisation cannot.
     """
@@ -23,7 +23,7 @@ def originals(layer: Layer) -> list[nn.Parameter]:
         return []
     parameters = list(rule.parameters())
     same_shape = [parameter for parameter in parameters if parameter.shape == layer.weight.shape]
-    if not same_shape or not all(parameter.requires_grad for parameter in parameters):
+    if not same_shape or len({parameter.requires_grad for parameter in parameters}) > 1:
         return []
     if not _is_invertible(rule, layer.weight.detach()):
         return []

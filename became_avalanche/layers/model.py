@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from became_avalanche.layers.attention import AttentionLayer
@@ -58,8 +59,8 @@ class LayerMap:
     unprotectable: dict[str, str] = field(default_factory=dict)
     """Name of a trainable parameter that cannot be protected -> how messages call it."""
     matrices: dict[str, MatrixLayer] = field(default_factory=dict)
-    """Unprotectable matrices that may multiply inputs. Only a forward pass shows whether they do: see
-    ``seen_matrices``."""
+    """Matrices of other modules, frozen ones included, that may multiply inputs. Only a forward pass shows whether they
+    do: see ``seen_matrices``."""
 
 
 def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
@@ -76,14 +77,20 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
         if is_below(module_name, skip):
             continue
         found = [] if module in claimed else layers_of(module)
+        hooked = False
         for layer in found:
             claimed.add(module.get_submodule(layer.weight_name.rpartition(".")[0]))
             sources = [layer.weight] if layer.rule is None else originals(layer)
+            if layer.rule is None and id(layer.weight) not in names:  # torch.nn.utils.prune, weight_norm, ...
+                hooked = True
+                continue
+            if _is_complex(layer.weight):
+                continue
             if not sources or is_below(names[id(sources[0])], skip):  # cannot be set, or is to be skipped
                 continue
             weight = names[id(sources[0])]
             layers.protected.setdefault(weight, []).append(layer)
-            biases = [names[id(layer.bias)]] if layer.bias is not None else []
+            biases = [names[id(layer.bias)]] if id(layer.bias) in names else []
             constants = [names[id(own)] for own in map(partial(getattr, module), layer.constants) if own is not None]
             if layer.rule is not None:
                 biases, constants = [], [*biases, *constants]
@@ -106,8 +113,11 @@ def map_layers(model: nn.Module, skip: Collection[str] = ()) -> LayerMap:
             if isinstance(module, ParametrizationList):
                 rules = ", ".join(type(rule).__name__ for rule in module)
                 label = f"{module_name.replace('.parametrizations', '')} (computed from other parameters by {rules})"
+            elif hooked:
+                label = f"{module_name} ({type(module).__name__} whose weight a hook computes)"
             layers.unprotectable[name] = label
-            if own[name].dim() == 2:
+        for name, parameter in own.items():
+            if name not in known and not is_below(name, skip) and _is_real_matrix(parameter):
                 layers.matrices[name] = MatrixLayer(module, name.rpartition(".")[2], bias="")
     _refuse_mixed_uses(layers)
     return layers
@@ -126,13 +136,21 @@ def seen_matrices(layers: LayerMap) -> Iterator[None]:
     for name in biases.keys() - uses.others.keys():
         layer = layers.matrices[name]
         layers.protected[name] = [layer]
-        del layers.unprotectable[name]
+        layers.unprotectable.pop(name, None)  # a frozen matrix is not in it
         for own, parameter in layer.module.named_parameters(recurse=False):
             full = f"{name.removesuffix(layer.weight_name)}{own}"
             if any(parameter is bias for bias in biases[name]) and full in layers.unprotectable:
                 layer.bias_name = own
                 layers.biases[name] = [full]
                 del layers.unprotectable[full]
+
+
+def _is_complex(weight: Tensor) -> bool:
+    return not is_lazy(weight) and weight.is_complex()
+
+
+def _is_real_matrix(parameter: Tensor) -> bool:
+    return not is_lazy(parameter) and parameter.dim() == 2 and not parameter.is_complex()
 
 
 def _refuse_mixed_uses(layers: LayerMap) -> None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from became_avalanche.merging.persample import recorded_calls, refuse_unrecorded, squared_gradients
+from became_avalanche.merging.persample import recorded_calls, refuse_other_axes, refuse_unrecorded, squared_gradients
 
 NO_DATA = "the Fisher information cannot be estimated: the experience has no samples"
 
@@ -138,6 +138,7 @@ def _per_sample(
         for _, logits, labels in batches:
             losses = losses_at(_log_p(logits, labels), labels)
             refuse_unrecorded(calls, losses[0], parameters)
+            refuse_other_axes(calls, len(labels))
             for loss in losses:
                 for name, squares in squared_gradients(calls, loss, parameters).items():
                     fisher[name] += squares  # diagonal of Eq. 19
@@ -161,6 +162,12 @@ def _log_p(logits: Tensor, labels: Tensor) -> Tensor:
             "this estimator of the Fisher information needs one row of class logits and one class label per sample, "
             f"but the model's outputs have the shape {tuple(logits.shape)} and the labels {tuple(labels.shape)} of "
             f"{labels.dtype}; use fisher='batched', which works with every loss"
+        )
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
+        raise ValueError(
+            f"this estimator of the Fisher information needs class labels from 0 to {logits.shape[1] - 1}, but got "
+            f"labels from {int(labels.min())} to {int(labels.max())}; use fisher='batched' if the loss ignores the "
+            "others (ignore_index)"
         )
     return logits.log_softmax(-1)
 

@@ -70,7 +70,14 @@ def squared_gradients(calls: Sequence[Call], loss: Tensor, parameters: Mapping[s
 
     Parameters that ``loss`` does not depend on through a call are left out.
     """
-    gradients = torch.autograd.grad(loss, [call.output for call in calls], retain_graph=True, allow_unused=True)
+    calls = list(calls)  # gradient checkpointing calls modules again in the backward pass
+    outputs = [call.output for call in calls]
+    if not all(output.requires_grad for output in outputs):
+        raise ValueError(
+            "a module was called without gradients, as torch.utils.checkpoint with use_reentrant=True does, so its "
+            "per-sample gradients cannot be computed; use fisher='batched'"
+        )
+    gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
     names = {id(parameter): name for name, parameter in parameters.items()}
     uses: dict[str, list[tuple[str, Call, Tensor]]] = {}
     for call, gradient in zip(calls, gradients, strict=True):
@@ -92,6 +99,17 @@ def refuse_unrecorded(calls: Sequence[Call], loss: Tensor, parameters: Mapping[s
             raise ValueError(
                 f"{name} is used outside the module that owns it, so its per-sample gradients cannot be computed; use "
                 "fisher='batched'"
+            )
+
+
+def refuse_other_axes(calls: Sequence[Call], samples: int) -> None:
+    """Raise a ValueError if a module was called with an input whose first axis is not the sample."""
+    for call in calls:
+        if call.x.dim() == 0 or len(call.x) != samples:
+            raise ValueError(
+                f"{type(call.module).__name__} was called with an input of shape {tuple(call.x.shape)} in a batch of "
+                f"{samples} samples, so its per-sample gradients cannot be computed: the first axis must be the "
+                "sample; use fisher='batched'"
             )
 
 

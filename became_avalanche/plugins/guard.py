@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,19 +33,24 @@ class Step:
     """Whether the optimizer has no state from earlier steps."""
     decays: dict[int, float]
     """Weight decay of each parameter, by ``id(parameter)``."""
+    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Parameter group of each parameter, by ``id(parameter)``."""
+    final: bool = True
+    """Whether the optimizer uses the gradients as they are now."""
 
     @staticmethod
     def of(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> Step:
         """Return the properties of the next step of the strategy's optimizer."""
         optimizer = strategy.optimizer
         groups = optimizer.param_groups
+        final = gradients_are_final(strategy, plugin)
         return Step(
-            linear=type(optimizer) is torch.optim.SGD
-            and not any(group["maximize"] for group in groups)
-            and gradients_are_final(strategy, plugin),
+            linear=type(optimizer) is torch.optim.SGD and not any(group["maximize"] for group in groups) and final,
             momentum=any(group.get("momentum", 0) for group in groups),
             fresh=not optimizer.state,
             decays={id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]},
+            groups={id(p): group for group in groups for p in group["params"]},
+            final=final,
         )
 
 
@@ -83,13 +88,13 @@ class Guard:
     ) -> None:
         """Init.
 
-        :param name: name of the weight, for error messages.
+        :param name: name of the weight, for messages.
         :param parameters: the weight, and the bias if it is protected together with the weight.
         :param project: function that projects rows (groups, out, d).
         :param layers: the layers that use the weight; empty for a frozen parameter.
         :param outputs: boolean mask of the outputs to protect; None for all.
         """
-        self.parameters, self.project, self._outputs = parameters, project, outputs
+        self.name, self.parameters, self.project, self._outputs = name, parameters, project, outputs
         self._layout = layers[0] if layers else None
         if layers and isinstance(project, Projector) and len(parameters) == 1:
             self._layout, factor = layers[0].in_memory_order(project.factor)
@@ -104,6 +109,7 @@ class Guard:
         self._start: list[Tensor] = []
         self._protected_part: list[Tensor] = []
         self._momentum_is_projected = True
+        self._part_at_start: list[Tensor] = []
         try:
             self._projected([parameter.detach() for parameter in parameters])
         except RuntimeError as error:
@@ -141,12 +147,13 @@ class Guard:
         """Project the gradients, or store the weights if the update is to be projected."""
         self._start = []
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if len(gradients) < len(self.parameters):
+        if not any(parameter.requires_grad for parameter in self.parameters) or (not gradients and step.final):
             return
         if self._computed is not None:
             self._start = [self._computed.weight.detach().clone()]
             return
-        if not self._projects_gradient(step) or any(gradient.is_sparse for gradient in gradients):
+        incomplete = len(gradients) < len(self.parameters)  # or a closure will compute them
+        if incomplete or not self._projects_gradient(step) or any(gradient.is_sparse for gradient in gradients):
             self._momentum_is_projected = False
             self._start = [parameter.detach().clone() for parameter in self.parameters]
             return
@@ -179,6 +186,44 @@ class Guard:
     def start_epoch(self) -> None:
         """Drop the cached protected part: the weights may have been replaced between epochs."""
         self._protected_part = []
+
+    # --------------------------------------------------------------------------------------------------------- check
+
+    @torch.no_grad()
+    def note_start(self) -> None:
+        """Store the protected part of the weights, for ``moved``."""
+        if self._removes_entirely():
+            self._part_at_start = self._protected_part_of(self._weights(self.parameters))
+
+    @torch.no_grad()
+    def moved(self, parameters: Sequence[Tensor]) -> float:
+        """Return how far the protected part of the weights has moved since ``note_start``, relative to its norm.
+
+        Projected updates do not move it. Return 0 if updates are only scaled down along some directions.
+
+        :param parameters: the parameters of the model now. They are other objects than before if somebody has replaced
+            them, and longer if a head has grown.
+        """
+        if not self._part_at_start:
+            return 0.0
+        weights = [
+            now.to(before)[: len(before)] if now.dim() else now
+            for now, before in zip(self._weights(parameters), self._part_at_start, strict=True)
+        ]
+        part = self._protected_part_of(weights)
+        change = [now - before for now, before in zip(part, self._part_at_start, strict=True)]
+        return _norm(change) / max(_norm(self._part_at_start), 1e-3 * _norm(weights), torch.finfo(torch.float32).tiny)
+
+    def _removes_entirely(self) -> bool:
+        """Whether each direction is removed entirely or not at all."""
+        return self._layout is None or (isinstance(self.project, Projector) and self.project.idempotent)
+
+    def _weights(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        used = parameters if self._computed is None else [self._computed.weight]
+        return [tensor.detach() for tensor in used]
+
+    def _protected_part_of(self, weights: list[Tensor]) -> list[Tensor]:
+        return [weight - kept for weight, kept in zip(weights, self._projected(weights), strict=True)]
 
     # ------------------------------------------------------------------------------------------------------- details
 
@@ -220,9 +265,20 @@ class Guard:
             self._momentum_is_projected = True
         if not step.linear or (step.momentum and not self._momentum_is_projected):
             return False
+        first, *others = (step.groups.get(id(parameter), {}) for parameter in self.parameters)
+        if any(_options(other) != _options(first) for other in others):  # another learning rate turns the update
+            return False
         decays = {step.decays.get(id(parameter), 0) for parameter in self.parameters}
         idempotent = isinstance(self.project, Projector) and self.project.idempotent
         return decays == {0} or (len(decays) == 1 and idempotent)
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _has_hooks(parameters: Iterable[nn.Parameter]) -> bool:
@@ -233,14 +289,23 @@ def _has_hooks(parameters: Iterable[nn.Parameter]) -> bool:
 def gradients_are_final(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> bool:
     """Return whether the optimizer uses the gradients as ``plugin`` leaves them in its ``before_update``.
 
-    It does not if a later plugin may change them, or if the strategy overrides the optimizer step, for example to pass
-    a closure that computes the gradients again.
+    It does not if a later plugin may change them, if hooks of the optimizer may change gradients or weights, or if the
+    strategy overrides the optimizer step, for example to pass a closure that computes the gradients again.
     """
+    if _has_step_hooks(strategy.optimizer):
+        return False
     plugins: list[object] = list(strategy.plugins)
     later = [other for other in plugins[plugins.index(plugin) + 1 :] if not isinstance(other, EvaluationPlugin)]
     return _uses_avalanche_methods(strategy, "training_epoch", "optimizer_step") and not any(
         _is_overridden(other, "before_update") for other in later
     )
+
+
+def _has_step_hooks(optimizer: Any) -> bool:
+    """Whether hooks run at the start or the end of the optimizer's ``step``."""
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    of_all = [getattr(torch.optim.optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
+    return any([*own, *of_all])
 
 
 def gradients_are_private(strategy: SupervisedTemplate, plugin: SupervisedPlugin) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
@@ -159,6 +160,7 @@ class BecameMergePlugin(StagedPlugin):
         self.merges: list[MergeRecord] = []
         """One record per merge. The first experience has none."""
         self._theta_previous: dict[str, Tensor] = {}
+        self._frozen: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later merges depend on, and the records of earlier merges."""
@@ -172,7 +174,7 @@ class BecameMergePlugin(StagedPlugin):
     def reset(self) -> None:
         """Reset the plugin to its initial state, for a run with another model."""
         super().reset()
-        self.last_merge, self._theta_previous = None, {}
+        self.last_merge, self._theta_previous, self._frozen = None, {}, set()
 
     def remembered(self) -> Collection[str]:
         """Return the names of the model's parameters that have a precision."""
@@ -245,6 +247,20 @@ class BecameMergePlugin(StagedPlugin):
     # ------------------------------------------------------------------------------------------------------- details
 
     def on_task_start(self, strategy: SupervisedTemplate) -> None:
+        parameters = trainable(strategy)
+        if complex_ones := [name for name, parameter in parameters.items() if parameter.is_complex()]:
+            raise ValueError(
+                f"{type(self).__name__} cannot merge complex parameters, such as {complex_ones[0]}: store the real and "
+                "the imaginary part as two real parameters"
+            )
+        if unfrozen := [name for name in parameters if name in self._frozen and name not in self.precision]:
+            warnings.warn(
+                f"{unfrozen[0]}{', ...' if len(unfrozen) > 1 else ''} was frozen in earlier tasks and trains now: "
+                f"{type(self).__name__} has no precision for it, so λ is too large and earlier tasks may be forgotten; "
+                "let all parameters train from the first task on, or keep these frozen",
+                stacklevel=2,
+            )
+        self._frozen |= {name for name, _ in strategy.model.named_parameters()} - parameters.keys()
         self._theta_previous = snapshot(strategy)
 
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:

@@ -17,10 +17,17 @@ from became_avalanche.files import suggestion
 from became_avalanche.layers.model import LayerMap, is_below, map_layers, seen_matrices
 from became_avalanche.plugins.guard import Guard, Step, gradients_are_private
 from became_avalanche.plugins.report import ProjectionReport
-from became_avalanche.plugins.statistics import RunningStatistics, Statistics, drift_of, statistics_of
+from became_avalanche.plugins.statistics import (
+    RunningStatistics,
+    Statistics,
+    drift_of,
+    other_buffers_of,
+    relative_change,
+    statistics_of,
+)
 from became_avalanche.strategy.divergence import DivergenceError
 from became_avalanche.strategy.heads import growing_heads, task_heads, trained_outputs
-from became_avalanche.strategy.owner import has_weights, renamed
+from became_avalanche.strategy.owner import fingerprint, has_weights, renamed
 from became_avalanche.strategy.passes import data_pass, mean_gradients
 from became_avalanche.strategy.protocols import Suspendable
 from became_avalanche.strategy.tasks import TaskPlugin, continues
@@ -139,6 +146,10 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self._guards: list[Guard] = []
         self._saw_update = False
         self._statistics: Statistics = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._arrived: dict[str, list[float]] = {}
+        self._known_parameters: set[str]
+        self._watched: nn.Module | None
         self._clear_experience()
 
     @abstractmethod
@@ -163,8 +174,10 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         batch_size = max(strategy.train_mb_size, 128)  # 125 samples fit into one batch, as in the published codes
         inputs = self.layer_inputs(strategy, batch_size, num_workers)
         layers = self.layers.protected
-        unseen = [name for name, users in layers.items() if name not in inputs and users[0].weight.grad is not None]
-        self._warn_unprotected(unseen, "were trained but never called as modules, so their inputs are unknown")
+        unseen = [name for name, users in layers.items() if name not in inputs and _has_gradient(users[0].weight)]
+        self._warn_unprotected(
+            unseen, "were trained but never called as modules in eval mode, so their inputs are unknown"
+        )
         return inputs
 
     def single_precision(self) -> bool:
@@ -289,6 +302,7 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Return a context in which nothing is projected or frozen."""
+        self._warn_of_moved_weights()
         self._suspensions += 1
         try:
             yield
@@ -300,17 +314,19 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     def before_train_dataset_adaptation(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         super().before_train_dataset_adaptation(strategy, **kwargs)
         _refuse_ambiguous_head_groups(strategy)
+        weights = fingerprint(strategy.model) if self.memory else {}
+        self._arrived = {name: kept for name, kept in weights.items() if name in self.memory}
 
     def before_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._clear_experience()
-        self.layers = self._map_layers(strategy)
-        if self.bias == "augment":
-            self._augmented = _augmentable(strategy.model, self.layers.biases)
+        self._set_layers(strategy)
         strategy.make_optimizer(reset_optimizer_state=True)
         parameters = dict(strategy.model.named_parameters())
         self._warn_if_all_will_freeze(parameters)
         if self.experiences == 0:
             return
+        if not has_weights(strategy.model, self._arrived):
+            self._warn_of_moved(["some protected weights"], "before the training of this experience")
         self._statistics = statistics_of(strategy.model)
         frozen: dict[str, Tensor | None] = {name: None for name in parameters if is_below(name, self.freeze)}
         if self.freezes_normalisation:
@@ -328,6 +344,9 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
         self._guards += [
             Guard(name, [parameters[name]], torch.zeros_like, outputs=outputs) for name, outputs in frozen.items()
         ]
+        self._watched, self._buffers = strategy.model, other_buffers_of(strategy.model)
+        for guard in self._guards:
+            guard.note_start()
 
     def before_training_epoch(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         for guard in self._guards:
@@ -340,7 +359,8 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             for guard in guards:
                 guard.enter_forward(step)
 
-    def after_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+    def after_backward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        # not earlier: gradient checkpointing calls the layers again in the backward pass
         for guard in self._guards:
             guard.leave_forward()
 
@@ -362,13 +382,16 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
     @torch.no_grad()
     def after_training_exp(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        self._warn_of_unseen_updates(strategy)
+        self._warn_of_moved_weights()
         if continues(kwargs):
             self._clear_experience()
             return
-        self._warn_of_unseen_updates(strategy)
         refuse_divergence("the loss of the last batch", torch.as_tensor(strategy.loss))
         for name, parameter in trainable(strategy).items():
             refuse_divergence(name, parameter)
+        if self._known_parameters != {name for name, _ in strategy.model.named_parameters()}:
+            self._set_layers(strategy)  # the model has created layers in its forward pass
         with self.timed("memory"):
             observations = self.observe(strategy, kwargs.get("num_workers", 0))
             for name, observed in observations.items():
@@ -393,10 +416,17 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
     def _clear_experience(self) -> None:
         self.layers = LayerMap()
         self._augmented = set()
-        self._saw_update, self._statistics = False, {}
+        self._saw_update, self._statistics, self._buffers = False, {}, {}
+        self._known_parameters, self._watched = set(), None
         for guard in self._guards:
             guard.leave_forward()  # still entered if the forward pass of the model raised an error
         self._guards = []
+
+    def _set_layers(self, strategy: SupervisedTemplate) -> None:
+        self.layers = self._map_layers(strategy)
+        self._known_parameters = {name for name, _ in strategy.model.named_parameters()}
+        if self.bias == "augment":
+            self._augmented = _augmentable(strategy.model, self.layers.biases)
 
     def _warn_if_all_will_freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Warn once if the plugin will freeze everything that trains outside the heads."""
@@ -416,6 +446,19 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
 
     def _warn_of_drifted_statistics(self, strategy: SupervisedTemplate) -> None:
         """Warn once if running statistics have moved so far that the outputs of old tasks change."""
+        buffers = other_buffers_of(strategy.model)
+        changed = [
+            name
+            for name, before in self._buffers.items()
+            if name in buffers and relative_change(before, buffers[name]) > 0.1
+        ]
+        if new := [name for name in changed if name not in self._warned]:
+            self._warned.update(new)
+            warnings.warn(
+                f"the buffers {', '.join(new)} have changed in training: {type(self).__name__} protects no buffers, so "
+                "the outputs of old tasks may have changed",
+                stacklevel=3,
+            )
         drift = drift_of(self._statistics, statistics_of(strategy.model))
         moved = {name: value for name, value in drift.items() if value > 0.5}
         if not moved or any(isinstance(plugin, RunningStatistics) for plugin in strategy.plugins):
@@ -439,6 +482,32 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
                 f"so {type(self).__name__} could not protect anything in this experience",
                 stacklevel=3,
             )
+            self._watched = None  # the weights have moved, and the warning says why
+
+    def _warn_of_moved_weights(self) -> None:
+        """Warn if protected weights have moved, although all updates that this plugin has seen were projected."""
+        if self._watched is None or self._suspensions:
+            return
+        model, self._watched = self._watched, None  # once per experience: a free stage or a merge may follow
+        parameters = dict(model.named_parameters())
+        moved = []
+        for guard in self._guards:
+            tolerance = 0.01 if guard.parameters[0].dtype.itemsize >= 4 else 0.1
+            names = [guard.name] if len(guard.parameters) == 1 else self.parts(guard.name)
+            now = [parameters[name] for name in names if name in parameters]
+            if len(now) < len(names) or guard.moved(now) > tolerance:
+                moved.append(guard.name)
+        if moved:
+            self._warn_of_moved(moved, "outside the optimizer steps that it has seen")
+
+    def _warn_of_moved(self, names: list[str], when: str) -> None:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"{', '.join(names[:3])}{more} have moved although {type(self).__name__} protects them: something has "
+            f"changed them {when}, such as another plugin, a hook or a second optimizer; outputs of old tasks have "
+            "changed",
+            stacklevel=3,
+        )
 
     def _old_outputs(self, name: str, weight: Tensor) -> Tensor | None:
         """Return a mask of the outputs of a growing head that earlier tasks have trained; None for any other layer."""
@@ -487,6 +556,10 @@ class GradientProjectionPlugin(TaskPlugin, Suspendable):
             "warning",
             stacklevel=3,
         )
+
+
+def _has_gradient(weight: Tensor) -> bool:
+    return weight.grad is not None and bool(weight.grad.to_dense().any())
 
 
 def stored_like(memory: dict[str, Tensor], weight: Tensor) -> dict[str, Tensor]:

@@ -131,6 +131,25 @@ def drift_of(before: Statistics, after: Statistics) -> dict[str, float]:
     return result
 
 
+def other_buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the floating-point buffers outside normalisation layers and parametrizations, by name."""
+    known = _normalisation_layers(model)
+    return {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and name.rpartition(".")[0] not in known and "parametrizations" not in name
+    }
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    """Return ``‖after − before‖ / ‖before‖``; 0 if the shapes differ, as for buffers that grow with the classes."""
+    if before.shape != after.shape:
+        return 0.0
+    norm = float(before.double().norm())
+    moved = float((after.double() - before.double()).norm())
+    return moved / norm if norm else (1.0 if moved else 0.0)
+
+
 def _normalisation_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that normalise with running statistics, by name."""
     return {

@@ -324,7 +324,9 @@ class _Scaling:
         dimension, out = self.scaled[0][0].shape[-2], len(layer.weight)
         operations = sum(4 * out * space.numel() for space, _ in self.scaled)
         if operations >= backward.WORTHWHILE and dimension == layer.weight.shape[-1]:
-            return layer.module.register_forward_pre_hook(self.scale_input, with_kwargs=True).remove
+            hook: Any = partial(self.scale_input)
+            hook.scales_weight = True  # see ``recorded_inputs``
+            return layer.module.register_forward_pre_hook(hook, with_kwargs=True).remove
         hook = partial(self.add_to_output, layer)
         return layer.module.register_forward_hook(hook, with_kwargs=True).remove
 

@@ -51,9 +51,14 @@ def measure_drift(
         raise ValueError(
             "before and after are the same object; copy the model before the training: before = deepcopy(model)"
         )
-    heads = list(task_heads(before))
+    heads, there = list(task_heads(before)), dict(after.named_modules())
+    if missing := [name for name in dict(before.named_modules()) if name not in there and not is_below(name, heads)]:
+        raise ValueError(
+            f"the model after the training has no module {missing[0]!r}, which the one before has: pass two states of "
+            "one model"
+        )
     pairs = {
-        name: (module, after.get_submodule(name))
+        name: (module, there[name])
         for name, module in before.named_modules()
         if dict(module.named_parameters(recurse=False))
         and not is_below(name, heads)
@@ -62,22 +67,31 @@ def measure_drift(
     moved: dict[str, Tensor] = {}
     total: dict[str, Tensor] = {}
 
-    def compare(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {name: [] for name in pairs}
+
+    def compare(name: str, output: Any) -> None:
+        args, kwargs = calls[name].pop()  # from before pre-hooks, which the other module has, too
         again = pairs[name][1](*args, **kwargs)
         for old, new in zip(_tensors(output), _tensors(again), strict=True):
             new = new.to(old.device)[tuple(slice(size) for size in old.shape)]
-            moved[name] = moved.get(name, 0) + (new.double() - old.double()).square().sum()
-            total[name] = total.get(name, 0) + old.double().square().sum()
+            moved[name] = moved.get(name, 0) + (_double(new) - _double(old)).abs().square().sum()
+            total[name] = total.get(name, 0) + _double(old).abs().square().sum()
 
     device = next(before.parameters()).device
     with ExitStack() as stack:
         for model in (before, after):
             stack.enter_context(_evaluating(model))
         for name, (module, _) in pairs.items():
-            hook = module.register_forward_hook(
-                lambda module, args, kwargs, output, name=name: compare(name, args, kwargs, output), with_kwargs=True
+            stack.callback(
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs, name=name: calls[name].append((args, kwargs)),
+                    prepend=True,
+                    with_kwargs=True,
+                ).remove
             )
-            stack.callback(hook.remove)
+            stack.callback(
+                module.register_forward_hook(lambda module, args, output, name=name: compare(name, output)).remove
+            )
         for x, labels in _batches(data, task_label, batch_size):
             avalanche_forward(before, x.to(device), labels.to(device))
     return {name: _ratio(float(moved[name]), float(total[name])) for name in pairs if name in moved}
@@ -85,6 +99,10 @@ def measure_drift(
 
 def _ratio(moved: float, total: float) -> float:
     return sqrt(moved / total) if total else (inf if moved else 0.0)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _batches(data: Any, task_label: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,9 +118,9 @@ def _batches(data: Any, task_label: int, batch_size: int) -> Iterator[tuple[Tens
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a module's output, which may be nested."""
+    """Return the floating-point and complex tensors in a module's output, which may be nested."""
     if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
+        return [output] if output.is_floating_point() or output.is_complex() else []
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
     return [tensor for value in values for tensor in _tensors(value)]
 

@@ -7,7 +7,7 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _WRAPPERS = ("module", "_orig_mod")
@@ -45,7 +45,7 @@ def with_names(state: Any, names: Mapping[str, str]) -> Any:
 def fingerprint(model: nn.Module) -> dict[str, list[float]]:
     """Return the length of the first dimension and the norm of each parameter, by name."""
     return {
-        name: [len(parameter) if parameter.dim() else 0, float(parameter.double().norm())]
+        name: [len(parameter) if parameter.dim() else 0, _norm(parameter)]
         for name, parameter in model.named_parameters()
         if not is_lazy(parameter)
     }
@@ -63,9 +63,13 @@ def has_weights(model: nn.Module, fingerprints: Mapping[str, list[float]]) -> bo
             return False
         parameter = parameters[name]
         part = parameter[: int(length)] if parameter.dim() else parameter
-        if not isclose(float(part.double().norm()), norm, rel_tol=1e-3, abs_tol=1e-12):
+        if not isclose(_norm(part), norm, rel_tol=1e-3, abs_tol=1e-12):
             return False
     return True
+
+
+def _norm(parameter: Tensor) -> float:
+    return float((parameter.abs() if parameter.is_complex() else parameter).double().norm())
 
 
 def _plain(name: str) -> str:

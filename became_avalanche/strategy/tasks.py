@@ -33,6 +33,8 @@ class TaskPlugin(StatefulPlugin):
         self._in_training: list[tuple[Any, str, int]] = []
         self._broken_off: list[tuple[Any, str, int]] = []
         self._continues = self._began = False
+        self._eval_input: tuple[Any, int] | None = None
+        self._warned_of_inputs = False
 
     def reset(self) -> None:
         """Forget everything, as if newly created, for a run with another model."""
@@ -73,6 +75,24 @@ class TaskPlugin(StatefulPlugin):
         super().after_training(strategy, **kwargs)
         self._trained += self._in_training
         self._in_training = []
+
+    def before_eval_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        x = strategy.mbatch[0]
+        self._eval_input = (x, getattr(x, "_version", 0))
+
+    def after_eval_forward(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        before, self._eval_input = self._eval_input, None
+        if before is None or self._warned_of_inputs:
+            return
+        x, version = before
+        if strategy.mbatch[0] is not x or getattr(x, "_version", 0) != version:
+            self._warned_of_inputs = True
+            warnings.warn(
+                f"a plugin has changed the inputs of an evaluation batch: {type(self).__name__} computes what it "
+                "remembers from the unchanged inputs of the dataset; change them in transforms of the dataset or in "
+                "the model instead",
+                stacklevel=2,
+            )
 
     def _warn_of_unusual_orders(self) -> None:
         for identity in self._in_training:

@@ -84,7 +84,6 @@ class _ProjectedLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         back: ProjectedBackward = ctx.projected
@@ -93,7 +92,7 @@ class _ProjectedLinear(torch.autograd.Function):
         grad_bias = deltas.sum(0) if ctx.needs_input_grad[2] else None
         if back.ones:
             rows = F.pad(rows, (0, 1), value=1.0)
-        back.uses.append((rows, deltas))
+        back.uses.append((rows.detach(), deltas.detach()))
         gradient = deltas.mT @ back.project(rows.unsqueeze(0))[0]
         if back.ones:
             return grad_x, gradient[:, :-1], gradient[:, -1], None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from became_avalanche.layers.functional import WeightUses
 from became_avalanche.layers.layer import Layer, Lines, with_ones
@@ -207,6 +207,11 @@ def recorded_inputs(
 
     @torch.no_grad()
     def record(name: str, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise ValueError(
+                f"{name} is used inside torch.vmap or another transform of torch.func, so its inputs cannot be "
+                "recorded; name its module in exclude, or call the layer on the whole batch"
+            )
         matrix = matrices.setdefault(name, InputMatrix(single=single))
         if batch_mean:
             for columns in layer.mean_columns(*args, **kwargs):
@@ -240,17 +245,22 @@ def recorded_inputs(
                 register = partial(layer.module.register_forward_pre_hook, with_kwargs=True)
                 around = partial(_count, uses.inside, name)
                 hooks.callback(register(lambda *call, enter=around: enter(1), prepend=True).remove)
-                hook = register(
-                    lambda module, args, kwargs, name=name, layer=layer: record(name, layer, args, kwargs),
-                    prepend=layer.takes_rows,  # before hooks that change inputs, after those that change weights
-                )
+                hook = register(lambda module, args, kwargs, name=name, layer=layer: record(name, layer, args, kwargs))
                 hooks.callback(hook.remove)
+                _move_scaling_to_end(layer.module)  # the recorded input is that of the weight itself
                 hook = layer.module.register_forward_hook(lambda *call, leave=around: leave(-1), always_call=True)
                 hooks.callback(hook.remove)
         hooks.enter_context(uses)
         yield matrices
     if other_uses is not None:
         other_uses.update(uses.others)
+
+
+def _move_scaling_to_end(module: nn.Module) -> None:
+    """Move pre-hooks that replace the input instead of scaling the weight (TRGP) behind all others."""
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "scales_weight", False)]:
+        hooks[key] = hooks.pop(key)
 
 
 def _count(inside: Counter[str], name: str, change: int) -> None:
