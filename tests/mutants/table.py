@@ -71,7 +71,7 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
                 "torch of today leaves the fast path by itself if modules have hooks; torch 2.4 does not",
             ),
             ("with_ones(columns) if name in ones else columns", "columns"),
-            ("hooks[key] = hooks.pop(key)", "pass", "tests/faults/test_more.py"),
+            ("hooks[key] = hooks.pop(key)", "pass"),
         ],
     ),
     "subspace/backward.py": (

@@ -184,12 +184,19 @@ def test_hooks_are_removed_after_an_error():
     assert not model[0]._forward_pre_hooks
 
 
-def test_recorded_inputs_are_those_before_other_hooks_change_them():
+@pytest.mark.parametrize(("scales_weight", "energy"), [(False, 12), (True, 3)])
+def test_recorded_inputs_are_those_that_the_weight_multiplies(scales_weight, energy):
+    """A pre-hook that changes the input counts, unless it does so instead of scaling the weight."""
+
+    def double(module, args):
+        return (2 * args[0],)
+
+    double.scales_weight = scales_weight
     layer = nn.Linear(3, 2)
-    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    layer.register_forward_pre_hook(double)
     with recorded_inputs({"weight": [LinearLayer(layer)]}) as matrices:
         layer(torch.ones(1, 3))
-    assert float(matrices["weight"].energy()) == 3
+    assert float(matrices["weight"].energy()) == energy
 
 
 @given(
