@@ -1,6 +1,7 @@
 """Parts in which ``TRGPPlugin`` differs from the published TRGP, one at a time, and ways to merge its scales.
 
     became study experiments/studies/trgp-permuted-digits.toml
+    became study experiments/studies/trgp-free-stage-permuted-digits.toml
 
 docs/methods.md has the results. ``TRGPPlugin(reference=True)`` has the first three together.
 """
