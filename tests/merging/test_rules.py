@@ -46,9 +46,9 @@ def flat(weights):
 @given(sizes, seeds)
 def test_coefficient_minimises_the_objective_on_the_line(shape_list, seed):
     merge = random_merge(shape_list, seed)
-    delta = flat(merge.candidate) - flat(merge.base)
+    delta, fisher, precision = flat(merge.candidate) - flat(merge.base), flat(merge.fisher), flat(merge.precision)
     grid = np.linspace(0, 1, 2001)
-    objective = [oracles.line_objective(w, delta, flat(merge.fisher), flat(merge.precision)) for w in grid]
+    objective = [oracles.line_objective(w, delta, fisher, precision) for w in grid]
     coefficient = became(merge)
     assert 0 <= coefficient <= 1
     assert abs(coefficient - grid[np.argmin(objective)]) <= 1 / 2000

@@ -322,4 +322,4 @@ def test_landscape_shows_the_four_points(tmp_path):
     assert loss.get_cmap()(0.0) == accuracy.get_cmap()(1.0)  # bright is good
     pair = {name: [getattr(landscape, name)[0]] * 2 for name in ("loss", "accuracy")}
     assert landscape_figure(landscape.model_copy(update={"t": 2, **pair})).axes[0].get_title() == "task 1"
-    save_figure(figure, tmp_path / "landscape")
+    save_figure(figure, tmp_path / "landscape", dpi=30)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,7 @@ class ForkedStudy:
 
         def child():
             os.setsid()
+            forkserver._forkserver.__init__()  # that of the tests is no child of this process
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.argv = ["became", *command(root, *options)]
             with open(os.devnull, "w") as out, open(write, "w", buffering=1) as err:
@@ -231,7 +233,10 @@ class ForkedStudy:
         os.close(write)
         self.stderr = os.fdopen(read)
 
-    def communicate(self, timeout):
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self, timeout=None):
         with self.stderr:
             errors = self.stderr.read()
         self.returncode = how_it_ended(self.pid)
@@ -291,7 +296,7 @@ def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(start,
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):
-    process = study(tmp_path / "runs", "--engine", "processes", "--workers", "2")
+    process = ForkedStudy(tmp_path / "runs", "--engine", "processes", "--workers", "2")
     read_until(process, "task 1 of 5, stage 1")
     process.kill()
     assert wait_until_alone(process.pid) == []
