@@ -217,6 +217,7 @@ IMAGES, SVHN = "MNIST/raw/train-images-idx3-ubyte.gz", "SVHN/test_32x32.mat"
         ("notmnist", "notMNIST/Train/C", None, "9 classes of 20 to 20 images"),
         ("notmnist", "notMNIST/Train/C/07.png", half, "07.png cannot be decoded as an image"),
     ],
+    ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else None,  # MATLAB files hold the time
 )
 def test_half_a_data_set_is_refused(root, tmp_path, name, file, content, message):
     forget_loaded()
