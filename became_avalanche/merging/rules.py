@@ -21,6 +21,9 @@ Weights: TypeAlias = Mapping[str, Tensor]
 class MergeInputs:
     """The inputs of a merging rule. Tensors are keyed by parameter name.
 
+    For task ``t``, ``anchor`` is ``θ*_{t-1}``, ``base`` is ``θ_GP`` and ``candidate`` is ``θ̂``. ``fisher`` and
+    ``precision`` are the diagonals of ``F_t(θ̂)`` and ``Λ_{t-1}``.
+
     A rule is a function of these inputs. It returns how far to move from ``base`` to ``candidate``:
 
     >>> import torch

@@ -23,6 +23,9 @@ _STRICT = ConfigDict(extra="forbid")
 class Recipe:
     """Plain SGD until the validation loss reaches a plateau (``PlateauPlugin``).
 
+    ``epochs`` is the maximum number of epochs per stage. ``patience``, ``factor`` and ``lr_min`` are those of
+    ``PlateauPlugin``.
+
     >>> from became_avalanche import MultiHeadMLP, Recipe
     >>> recipe = Recipe(learning_rate=0.1, batch_size=64, epochs=50, patience=4, factor=3, lr_min=0.005)
     >>> recipe.optimizer(MultiHeadMLP()).defaults["lr"], type(recipe.plugins()[0]).__name__

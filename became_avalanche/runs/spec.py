@@ -45,7 +45,15 @@ class _Component(BaseModel):
 
 
 class Stream(_Component):
-    """The stream of tasks: a function of the seed, and its options."""
+    """The stream of tasks: a function of the seed, and its options.
+
+    ``name`` is a registered name or an import path ``module:name``. ``options`` are keyword arguments of the function.
+
+    >>> from became_avalanche import Stream
+    >>> benchmark = Stream(name="split-digits", n_tasks=5).function()(seed=0)
+    >>> len(benchmark.train_stream)
+    5
+    """
 
     n_tasks: Annotated[int, Ge(1)]
     """Number of tasks in the stream."""
