@@ -436,7 +436,9 @@ def _read_comparisons(source: Path, out: Path) -> list[list[Record]]:
         study = Study.read(source)
         records = in_order(records_of(study.specs(), Store(out)), study.labels())
     if not records:
-        raise click.UsageError(f"no records of runs found in {source if source.is_dir() else out}")
+        raise click.UsageError(
+            f"no records of runs found in {source}" if source.is_dir() else f"no records of {source} found in {out}"
+        )
     return comparisons(records)
 
 

@@ -100,7 +100,7 @@ def test_without_a_command_there_is_help(became):
         ("study options.toml --dry-run", "blobs, gpm: gpm has no option 'alpha' (given 1); choose one of: threshold"),
         ("table nowhere", "'nowhere' does not exist"),
         ("table .", "no records of runs found in ."),
-        ("table small.toml", "no records of runs found in runs"),
+        ("table small.toml", "no records of small.toml found in runs"),
         ("table small.toml --format html", "'--format'"),
         ("run nowhere.json", "'nowhere.json' does not exist"),
         ("run wrong.toml", "wrong.toml is corrupt: "),

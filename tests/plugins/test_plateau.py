@@ -261,7 +261,7 @@ def test_training_loss_is_the_mean_over_the_samples_of_the_epoch_with_penalties(
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_training_loss_that_is_not_finite_is_an_error(factor):
     spy = Spy(before_backward=lambda s: s.loss.mul_(factor))
-    with pytest.raises(DivergenceError, match="the training loss is not finite: (nan|inf)"):
+    with pytest.raises(DivergenceError, match=r"the training loss is not finite: (nan|inf)"):
         naive(mlp(), [spy, TrainingPlateauPlugin()]).train(blobs(n_tasks=1).train_stream)
 
 
