@@ -61,6 +61,10 @@ class Recipe:
 class NSCLRecipe:
     """Adam until the training loss reaches its third plateau (``TrainingPlateauPlugin``).
 
+    The backbone has ``learning_rate`` in the first task and ``later_rate`` in later ones. The heads have ``head_rate``,
+    and normalisation layers have ``normalisation_rate``. ``patience``, ``factor`` and ``plateaus`` are those of
+    ``TrainingPlateauPlugin``, and ``epochs`` is the maximum number of epochs per stage.
+
     >>> from became_avalanche import NSCLRecipe
     >>> [type(plugin).__name__ for plugin in NSCLRecipe(batch_size=32).plugins()]
     ['LaterTaskLR', 'TrainingPlateauPlugin']

@@ -77,7 +77,11 @@ class Stream(_Component):
 
 
 class Network(_Component):
-    """The network: a class or function, and its options."""
+    """The network: a class or function, and its options.
+
+    ``name`` is a registered name or an import path ``module:name``. ``options`` are keyword arguments of the class or
+    function. With ``channels_last``, weights are stored in that memory format.
+    """
 
     channels_last: bool = False
     """Whether its weights use the channels-last memory format: about 10 % faster on a CPU, with different rounding."""

@@ -61,6 +61,9 @@ def _as_table(entry: Any) -> Any:
 class Study(BaseModel):
     """Methods × benchmarks × seeds, with one budget.
 
+    ``seeds`` is a list or a number of seeds. ``n_tasks`` and ``max_epochs`` limit the budget; None trains all tasks, as
+    long as the recipe says. ``intransigence`` also trains jointly on the first 1, 2, ... tasks, which IM needs.
+
     >>> from became_avalanche import Study
     >>> study = Study(benchmarks=["split-digits"], methods=["gpm+became", "gpm"], seeds=2, n_tasks=3)
     >>> [(spec.method.name, spec.seed) for spec in study.specs()]
