@@ -276,7 +276,7 @@ def print_table(source: Path, out: Path, form: str, metrics: str) -> None:
         raise click.UsageError(str(error)) from None
     for k, (records, shown) in enumerate(tables):
         title = f"{_title(records)}, {_seeds_text(len({record.seed for record in records}))}"
-        text = {"csv": shown.csv, "latex": lambda: shown.latex(title), "markdown": shown.markdown}.get(form)  # noqa: B023
+        text = {"csv": shown.csv, "latex": partial(shown.latex, title), "markdown": shown.markdown}.get(form)
         click.echo("\n" * (k > 0), nl=False)
         if text is not None:
             click.echo(text().rstrip("\n"))
