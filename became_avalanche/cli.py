@@ -276,10 +276,10 @@ def print_table(source: Path, out: Path, form: str, metrics: str) -> None:
         raise click.UsageError(str(error)) from None
     for k, (records, shown) in enumerate(tables):
         title = f"{_title(records)}, {_seeds_text(len({record.seed for record in records}))}"
-        text = {"csv": shown.csv, "latex": partial(shown.latex, title), "markdown": shown.markdown}.get(form)
         click.echo("\n" * (k > 0), nl=False)
-        if text is not None:
-            click.echo(text().rstrip("\n"))
+        if form != "text":
+            text = shown.latex(title) if form == "latex" else shown.csv() if form == "csv" else shown.markdown()
+            click.echo(text.rstrip("\n"))
             continue
         styles = {"bold": partial(click.style, bold=True), "underline": partial(click.style, underline=True)}
         click.echo(f"{title}\n\n{shown.text(**styles)}")
