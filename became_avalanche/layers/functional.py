@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class WeightUses(TorchFunctionMode):
             elif _is_transposed(result, tensor):
                 self._names[id(result)] = name, not transposed
                 self._views.append(result)
-            elif next(_tensors([result]), None) is not None:
+            elif isinstance(result, np.ndarray) or next(_tensors([result]), None) is not None:
                 self.others.setdefault(name, getattr(func, "__name__", str(func)))
         return result
 

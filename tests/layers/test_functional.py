@@ -21,6 +21,25 @@ class Uses(nn.Module):
         return self.layer(x) + self.use(self, 2 * x)
 
 
+class InTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, weight):
+        context.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight = context.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+class InNumpy(InTorch):
+    @staticmethod
+    def forward(context, x, weight):
+        context.save_for_backward(x, weight)
+        return torch.from_numpy(x.numpy() @ weight.numpy().T)
+
+
 def recorded(use, **options):
     model, x, others = Uses(use), torch.ones(2, 3), {}
     with torch.no_grad(), recorded_inputs(map_layers(model).protected, other_uses=others, **options) as matrices:
@@ -37,6 +56,7 @@ def recorded(use, **options):
         lambda model, x: torch.matmul(x, model.layer.weight.t()),
         lambda model, x: x.mm(model.layer.weight.transpose(0, 1)),
         lambda model, x: x @ model.layer.weight.mT,
+        lambda model, x: InTorch.apply(x, model.layer.weight),
     ],
 )
 def test_a_linear_use_counts(use):
@@ -62,6 +82,7 @@ def test_the_constant_input_counts_where_there_is_a_bias():
         (lambda model, x: F.linear(x, torch.cat([model.layer.weight])), "cat"),
         (lambda model, x: x @ (model.layer.weight.T + 1), "add"),
         (lambda model, x: F.linear(model.layer.weight, model.layer.weight).sum(), "linear"),
+        (lambda model, x: InNumpy.apply(x, model.layer.weight), "numpy"),
     ],
 )
 def test_any_other_use_is_named(use, function):
