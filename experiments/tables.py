@@ -62,6 +62,18 @@ def comparison(study: Path) -> str:
     return _block(table(records).text(), text_gains(gains(records)))
 
 
+def reported(study: Path) -> str:
+    """Return ACC and BWT of all methods next to the paper's results, and the difference in ACC."""
+    shown = table(records_in(study), ("acc", "bwt"), with_published=True)
+    compared = [(row.label, row.values["acc"], row.published["acc"]) for row in shown.rows if "acc" in row.published]
+    differences = [
+        f"{label}: {100 * (ours.mean - paper.mean):+.2f} points of ACC from the paper's result"
+        for label, ours, paper in compared
+        if ours is not None
+    ]
+    return _block(shown.text(), "\n".join(differences))
+
+
 def trials(study: Path) -> str:
     """Return the validation accuracy of all variants of the merge, and their gains over BECAME and equal training."""
     records = records_in(study)
@@ -88,6 +100,13 @@ def paths(scans: Path) -> str:
     from experiments.paths import table
 
     return _block(table(json.loads(scans.read_text())))
+
+
+def merges(prefix: Path) -> str:
+    """Return the ways to merge on the same trainings. The mark names the files without ``.seed0.json`` and so on."""
+    from experiments.merges import table
+
+    return _block(table([json.loads(path.read_text()) for path in sorted(prefix.parent.glob(f"{prefix.name}.seed*"))]))
 
 
 def memory(sizes: Path) -> str:
@@ -118,10 +137,12 @@ def _block(*parts: str) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "table": comparison,
+    "reported": reported,
     "trials": trials,
     "choices": choices,
     "gains": became_gains,
     "paths": paths,
+    "merges": merges,
     "memory": memory,
     "layers": layers,
     "benchmarks": benchmarks,
