@@ -459,7 +459,7 @@ def state_with(structure, shapes=()):
 
 
 def deep_state():
-    content = '["dict", ["a", ' + '["list", ' * 900 + "1" + "]" * 902
+    content = '["dict", ["a", ' + '["list", ' * 5000 + "1" + "]" * 5002
     return signed({"__metadata__": {"kind": "checkpoint", "schema": "1", "content": content}}, b"")
 
 

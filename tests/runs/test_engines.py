@@ -253,7 +253,7 @@ def read_until(process, text):
     return pytest.fail(f"the study ended before {text!r}: {lines}")
 
 
-def wait_until_alone(group, seconds=20):
+def wait_until_alone(group, seconds=60):
     end = time.monotonic() + seconds
     while (left := children_of(group)) and time.monotonic() < end:
         time.sleep(0.05)
