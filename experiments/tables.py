@@ -106,7 +106,10 @@ def merges(prefix: Path) -> str:
     """Return the ways to merge on the same trainings. The mark names the files without ``.seed0.json`` and so on."""
     from experiments.merges import table
 
-    return _block(table([json.loads(path.read_text()) for path in sorted(prefix.parent.glob(f"{prefix.name}.seed*"))]))
+    files = sorted(prefix.parent.glob(f"{prefix.name}.seed*"))
+    if not files:
+        raise ValueError(f"no files {prefix.name}.seed*.json in {prefix.parent}")
+    return _block(table([json.loads(path.read_text()) for path in files]))
 
 
 def memory(sizes: Path) -> str:

@@ -17,6 +17,8 @@ import signal
 import struct
 import sys
 import zlib
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -268,7 +270,7 @@ def trial(names, sound, tmp_path, n, seed=0):
     """Let each reader read ``n`` damaged files, in a process that may use little memory and write nothing elsewhere."""
 
     def child():
-        import matplotlib.pyplot  # noqa: F401  imports need memory, too
+        import_module("matplotlib.pyplot")  # imports need memory, too
 
         for name, (read, _) in READERS.items():
             try:
@@ -409,16 +411,16 @@ def test_pickles_that_want_more_than_numbers(case, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["batch"]
 
 
-class little_memory:  # noqa: N801
+@contextmanager
+def little_memory():
     """A context in which not much more memory can be had."""
-
-    def __enter__(self):
-        self.before = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE, self.before[1]))
-
-    def __exit__(self, *_):
-        resource.setrlimit(resource.RLIMIT_AS, self.before)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def huge_png(side):

@@ -17,7 +17,7 @@ from functools import partial, wraps
 from itertools import cycle
 from math import ceil, floor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec
 
 import matplotlib as mpl
 import numpy as np
@@ -59,7 +59,7 @@ STYLE: Any = {
 
 Values = NDArray[np.float64]
 Drawing = Callable[..., Figure]
-F = TypeVar("F", bound=Drawing)
+P = ParamSpec("P")
 
 
 class NothingToDrawError(UserError, ValueError):
@@ -85,21 +85,21 @@ SCANS = {
 """Names and descriptions of the figures around a merge: ``path_figure`` and ``landscape_figure``."""
 
 
-def _styled(draw: F) -> F:
+def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     """Make a drawing function use the style of this module."""
 
     @wraps(draw)
-    def styled(*args: Any, **kwargs: Any) -> Figure:
+    def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with mpl.rc_context(STYLE):
             return draw(*args, **kwargs)
 
-    return styled  # type: ignore[return-value]
+    return styled
 
 
-def _figure(title: str) -> Callable[[F], F]:
+def _figure(title: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]:
     """Register the decorated function in ``FIGURES``."""
 
-    def register(draw: F) -> F:
+    def register(draw: Callable[P, Figure]) -> Callable[P, Figure]:
         styled = _styled(draw)
         FIGURES[draw.__name__] = NamedFigure(draw.__name__, title, styled)
         return styled

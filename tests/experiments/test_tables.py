@@ -31,6 +31,11 @@ def test_a_misspelt_kind_of_table_is_an_error():
         regenerated("<!-- tables: experiments/studies/split-digits.toml -->\n<!-- end -->")
 
 
+def test_a_table_of_merges_that_are_not_there_is_an_error():
+    with pytest.raises(ValueError, match=r"no files split-digitz.seed\*.json in .*merges"):
+        regenerated("<!-- merges: experiments/results/merges/split-digitz -->\n<!-- end -->")
+
+
 def test_every_study_has_a_table_and_a_figure_and_every_mark_has_its_end():
     marks = [mark for page in PAGES for mark in tables.MARKED.finditer(page.read_text())]
     sources = [mark["source"] for mark in marks]
