@@ -61,6 +61,8 @@ class StatefulPlugin(SupervisedPlugin):
         self._initial: dict[str, Any] | None = None
         self._owner: ref[nn.Module] | None = None
         self._weights: dict[str, list[float]] = {}
+        self._in_progress = False
+        """Whether a training has started and has not ended: it runs, or it was interrupted."""
 
     @contextmanager
     def timed(self, task: str) -> Iterator[None]:
@@ -105,6 +107,7 @@ class StatefulPlugin(SupervisedPlugin):
         for key, value in (self._initial or {}).items():
             setattr(self, key, _copied(value))
         self._owner, self._weights = None, {}
+        self._in_progress = False
 
     def memory_bytes(self) -> int:
         """Return the size in bytes of all tensors that the plugin keeps between experiences."""
@@ -124,7 +127,8 @@ class StatefulPlugin(SupervisedPlugin):
     def before_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         known = self._owner is not None and self._owner() is unwrapped(strategy.model)
         self._recognise(strategy.model)
-        if known and self._weights and not has_weights(strategy.model, self._weights):
+        interrupted, self._in_progress = self._in_progress, True
+        if known and not interrupted and self._weights and not has_weights(strategy.model, self._weights):
             warnings.warn(
                 f"the weights of the model have changed since the last training with {type(self).__name__}, so its "
                 "memory belongs to other weights: restore the weights, or call reset() to start from scratch",
@@ -133,6 +137,7 @@ class StatefulPlugin(SupervisedPlugin):
 
     def after_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._weights = fingerprint(strategy.model) if self.STATE else {}
+        self._in_progress = False
 
     def before_eval(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
         self._recognise(strategy.model)

@@ -319,6 +319,26 @@ def test_an_interruption_in_the_free_stage_leaves_the_weights_of_the_first(plugi
     assert strategy.plugins[0].experiences == 3
 
 
+def test_an_interrupted_training_is_not_taken_for_weights_that_somebody_has_changed():
+    def interrupt(strategy):
+        if strategy.clock.train_exp_counter == 1 and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+
+    interrupted = []
+    strategy = naive(single_head(), [GPMPlugin(), Spy(after_training_epoch=interrupt)])
+    first, second, third = WIDE.train_stream
+    strategy.train(first)
+    before = strategy.model[0].weight.norm()
+    with pytest.raises(KeyboardInterrupt):
+        strategy.train(second)
+    assert abs(strategy.model[0].weight.norm() / before - 1) > 1e-3  # moved, in directions that are free
+    strategy.train(second)  # a warning would be an error
+    strategy.model[0].reset_parameters()
+    with pytest.warns(UserWarning, match="have changed since the last training with GPMPlugin"):
+        strategy.train(third)
+
+
 @pytest.mark.parametrize("poison", ["loss", "weight"])
 def test_a_network_of_one_layer_that_diverges_is_an_error(poison):
     """The inputs of its layer are finite."""
