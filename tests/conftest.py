@@ -3,7 +3,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import Phase, settings
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
@@ -11,11 +10,16 @@ settings.register_profile(
     "first failure", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("default")
-torch.set_num_threads(1)
 
 
 def pytest_collection_finish():
-    """Exclude what the imports have made from every later garbage collection."""
+    """Use one thread, and exclude what the imports have made from every later garbage collection.
+
+    torch is imported here and not above, because the process that distributes the tests does not need it.
+    """
+    import torch
+
+    torch.set_num_threads(1)
     gc.freeze()
     gc.enable()
 
@@ -26,6 +30,8 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def _seed():
+    import torch
+
     torch.manual_seed(0)
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from became_avalanche import StageAware
 
 
-def blobs(n_tasks=3, classes=2, samples=40, shape=(6,), task_labels=True, seed=0):
+def blobs(n_tasks=3, classes=2, samples=20, shape=(6,), task_labels=True, seed=0):
     """Tasks of noisy class means: separable, but not at once, and different from task to task."""
     generator = torch.Generator().manual_seed(seed)
 

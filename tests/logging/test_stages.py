@@ -19,7 +19,7 @@ def trained(loggers, eval_every):
     merge = BecameMergePlugin()
     metrics = [accuracy_metrics(epoch=True, experience=True), loss_metrics(epoch=True, experience=True)]
     strategy = naive(mlp(), [GPMPlugin(), merge], metrics=metrics, loggers=loggers, eval_every=eval_every)
-    benchmark = blobs()
+    benchmark = blobs(samples=40)
     for i, experience in enumerate(benchmark.train_stream):
         strategy.train(experience, eval_streams=[benchmark.test_stream[i : i + 1]])
         strategy.eval(benchmark.test_stream)

@@ -254,7 +254,7 @@ def test_of_a_run_that_is_not_done_the_status_is_logged(runs):
 def test_metrics_of_both_stages_arrive(runs):
     merge = BecameMergePlugin()
     strategy = naive(mlp(), [GPMPlugin(), merge], metrics=[AccuracyMatrix()], loggers=[WandBLogger()])
-    strategy.train(blobs().train_stream)
+    strategy.train(blobs(samples=40).train_stream)
     strategy.eval(blobs().test_stream)
     assert_stages_and_coefficients(runs[0].rows, merge)
     assert "ACC/eval_phase/test_stream" in runs[0].rows[strategy.clock.train_iterations]

@@ -234,7 +234,7 @@ def test_rows_that_old_tasks_looked_up_stay_and_others_train():
     model.features.later = False
     table = model.features.embedding.weight
     strategy = naive(model, [GPMPlugin(n_samples=None)], torch.optim.Adam(model.parameters(), lr=0.1))
-    first, second = blobs(n_tasks=2, shape=TOKENS).train_stream
+    first, second = blobs(n_tasks=2, samples=40, shape=TOKENS).train_stream
     strategy.train(first)
     before, model.features.later = table.detach().clone(), True
     strategy.train(second)

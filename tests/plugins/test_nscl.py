@@ -91,7 +91,7 @@ def test_layers_whose_inputs_fill_their_space_evenly_are_named_once():
     def said_by(plugin, **options):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trained(Network(Inputs(), 5), [plugin], blobs(n_tasks=3), **options)
+            trained(Network(Inputs(), 5), [plugin], blobs(n_tasks=3, samples=40), **options)
         return [str(warning.message) for warning in caught if "NSCLPlugin" in str(warning.message)]
 
     for reference in (False, True):

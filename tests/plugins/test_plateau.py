@@ -252,7 +252,7 @@ def test_training_loss_is_the_mean_over_the_samples_of_the_epoch_with_penalties(
         after_training_iteration=lambda s: losses.append((s.loss.item(), len(s.mb_y))),
         after_training_epoch=lambda s: seen.append(plugin.loss(s)),
     )
-    naive(mlp(), [spy, plugin], train_epochs=2, train_mb_size=15).train(blobs(n_tasks=1).train_stream)
+    naive(mlp(), [spy, plugin], train_epochs=2, train_mb_size=15).train(blobs(n_tasks=1, samples=40).train_stream)
     assert [size for _, size in losses] == [15, 15, 10] * 2
     assert seen == pytest.approx([sum(loss * size for loss, size in epoch) / 40 for epoch in (losses[:3], losses[3:])])
     assert min(seen) > 2

@@ -69,11 +69,11 @@ def test_the_reference_merges_as_the_published_code_does(projected):
     stream_of(
         [*plugins, merge, Worsening(patience=10), stages.plugin(), watch],
         network,
-        blobs(n_tasks=2),
+        blobs(n_tasks=2, samples=40),
         train_mb_size=BATCH,
         train_epochs=EPOCHS,
     )
-    first, second = blobs(n_tasks=2).train_stream
+    first, second = blobs(n_tasks=2, samples=40).train_stream
     precision = published_fisher(stages.merged[0], first)
     assert_same_weights(stages.merged[0], [state for epoch, state in last if epoch == 0][5])  # the best of task 1
     start = stages.starts[-1][2]  # θ_GP; without projection θ*_1, with the new head as it was made

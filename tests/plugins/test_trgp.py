@@ -365,7 +365,7 @@ def test_without_training_scales_in_stage_2_the_weights_of_the_task_move_on_a_li
     plugin, merge = trusting(), BecameMergePlugin(train_own=train_own, keep_last_merge=True)
     model = convnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    trained(plugin, model, conv_blobs(n_tasks=2), [merge], optimizer=optimizer)
+    trained(plugin, model, conv_blobs(n_tasks=2, samples=40), [merge], optimizer=optimizer)
     inputs, (record,) = merge.last_merge, merge.merges
     assert plugin.scales[1]
     off_the_line = []

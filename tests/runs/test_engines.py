@@ -271,8 +271,13 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("start", "options"),
-    [(ForkedStudy, ("--engine", "inline")), (study, ("--engine", "processes", "--workers", "2"))],
-    ids=["inline", "processes"],
+    [
+        pytest.param(ForkedStudy, ("--engine", "inline"), id="inline"),
+        pytest.param(ForkedStudy, ("--engine", "processes", "--workers", "2"), id="processes"),
+        pytest.param(
+            study, ("--engine", "processes", "--workers", "2"), id="fresh interpreter", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(start, options, tmp_path, uninterrupted):
     root = tmp_path / "runs"
