@@ -6,6 +6,8 @@ JOBS ?= 2
 
 # The networks of the tests are tiny: several threads would only wait for each other.
 test test-long coverage mutants test-versions: export OMP_NUM_THREADS = 1
+# The tests start many processes, which need not compile the same files again.
+test test-long coverage mutants: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/installed
 	$(BIN)/ruff check .

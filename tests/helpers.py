@@ -2,6 +2,7 @@
 
 import io
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from avalanche.benchmarks import benchmark_from_datasets, with_classes_timeline
@@ -19,6 +20,7 @@ from torch.utils.data import TensorDataset
 from became_avalanche import StageAware
 
 
+@cache
 def blobs(n_tasks=3, classes=2, samples=20, shape=(6,), task_labels=True, seed=0):
     """Tasks of noisy class means: separable, but not at once, and different from task to task."""
     generator = torch.Generator().manual_seed(seed)

@@ -76,11 +76,11 @@ def test_alone_and_merged_in_either_order(method, network):
     make_model, make_optimizer = NETWORKS[network]
     alone = trained(FAMILY[method](), make_model, make_optimizer, train_epochs=1)
     plain = plainly_trained(network)
-    plugins, reverse = FAMILY[method](), FAMILY[method]()
     merge = BecameMergePlugin()
-    merged = trained([*plugins, merge], make_model, make_optimizer, train_epochs=1)
-    reversed_order = trained([BecameMergePlugin(), *reverse[::-1]], make_model, make_optimizer, train_epochs=1)
-    assert_same_weights(merged[-1], reversed_order[-1])
+    merged = trained([*FAMILY[method](), merge], make_model, make_optimizer, train_epochs=1)
+    if make_model is convnet:
+        reversed_order = [BecameMergePlugin(), *FAMILY[method]()[::-1]]
+        assert_same_weights(merged[-1], trained(reversed_order, make_model, make_optimizer, train_epochs=1)[-1])
     assert_same_weights(plain[0], alone[0])  # an empty memory is plain training
     assert_same_weights(plain[0], merged[0])
     assert not torch.equal(plain[-1]["features.0.weight"], alone[-1]["features.0.weight"])
@@ -161,7 +161,7 @@ def test_evaluations_do_not_change_each_other(method):
 @pytest.mark.parametrize("method", PROJECTIONS)
 def test_shortcuts_have_their_own_memory(method):
     (plugin,) = PROJECTIONS[method]()
-    trained([plugin], resnet, OPTIMIZERS["sgd"])
+    trained([plugin], resnet, OPTIMIZERS["sgd"], train_epochs=1)
     protected = {name for name, memory in plugin.memory.items() if "anchor" not in memory}
     assert protected == {
         "features.0.weight",

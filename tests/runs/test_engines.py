@@ -194,7 +194,7 @@ def children_of(group):
 
 
 def command(root, *options):
-    return ["compare", "--methods", "gpm,gpm+became", "--seeds", "1", "--epochs", "8", "--out", str(root), *options]
+    return ["compare", "--methods", "gpm,gpm+became", "--seeds", "1", "--epochs", "5", "--out", str(root), *options]
 
 
 def study(root, *options):
@@ -265,7 +265,7 @@ def uninterrupted(tmp_path_factory):
     """The runs of ``study``."""
     store = Store(tmp_path_factory.mktemp("whole"))
     for method in ("gpm", "gpm+became"):
-        run(find_benchmark("split-digits").spec(method, max_epochs=8), store)
+        run(find_benchmark("split-digits").spec(method, max_epochs=5), store)
     return store
 
 
@@ -291,7 +291,7 @@ def test_interrupting_stops_all_workers_and_the_rerun_is_bitwise_the_same(start,
     assert "Traceback" not in errors
     assert wait_until_alone(process.pid) == []
 
-    specs = [find_benchmark("split-digits").spec(method, max_epochs=8) for method in ("gpm", "gpm+became")]
+    specs = [find_benchmark("split-digits").spec(method, max_epochs=5) for method in ("gpm", "gpm+became")]
     store = Store(root)
     ended = outcomes(Inline(), specs, store)
     assert any(outcome.record.resumed for outcome in ended)
