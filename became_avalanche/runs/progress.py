@@ -54,7 +54,7 @@ class Progress:
         :param done: number of runs that are already finished.
         """
         self.specs = specs
-        self._start = self._last_printed = perf_counter()
+        self._start = self._last_printed = self._last_stage = perf_counter()
         self._total, self._done = len(specs) + done, done
         self._finished_stages = dict.fromkeys(specs, 0)
         self._n_stages = {key: _count_stages(spec) for key, spec in specs.items()}
@@ -93,12 +93,13 @@ class Progress:
         if event.kind == "epoch":
             self._bar.set_description_str(f"{where}, epoch {event.epoch}")
             if perf_counter() - self._last_printed > 60:
-                self._print(f"{where}, epoch {event.epoch} ({self._time_left()})")
+                self._print(f"{where}, epoch {event.epoch}{self._time_left()}")
             return
         self._advance(event.key, 1)
+        self._last_stage = perf_counter()
         accuracy = "" if event.accuracy is None else f", accuracy {100 * event.accuracy:.2f} %"
         epochs = f"{event.epoch} epoch{'s' * (event.epoch != 1)}"
-        self._print(f"{where}: {epochs}{accuracy}, {event.seconds:.1f} s ({self._time_left()})")
+        self._print(f"{where}: {epochs}{accuracy}, {event.seconds:.1f} s{self._time_left()}")
 
     def finished(self, key: str, record: Record | None, problem: str | None) -> None:
         """Show that a run has ended, with a record or with a problem."""
@@ -119,11 +120,13 @@ class Progress:
         self._bar.update(stages)
 
     def _time_left(self) -> str:
+        """Return the time left if stages take as long as the finished ones did. It is empty if none is finished."""
         total = sum(self._n_stages.values())
         # a plugin may add stages that were not counted
         finished = sum(min(done, self._n_stages[key]) for key, done in self._finished_stages.items())
-        seconds = (perf_counter() - self._start) * (total - finished) / max(1, finished - self._resumed_stages)
-        return f"about {duration(seconds)} left"
+        per_stage = (self._last_stage - self._start) / max(1, finished - self._resumed_stages)
+        seconds = per_stage * (total - finished) - (perf_counter() - self._last_stage)
+        return f" (about {duration(seconds)} left)" if seconds >= 0 and per_stage else ""
 
     def _print(self, line: str, always: bool = False) -> None:
         self._last_printed = perf_counter()

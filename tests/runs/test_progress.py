@@ -49,8 +49,30 @@ def test_a_long_stage_is_not_silent(capsys, monkeypatch):
         for epoch in range(1, 16):
             clock[0] += 10
             progress(Event(MERGED.key(), "epoch", 1, 1, epoch))
-    shown = [re.findall(r"stage 1, epoch (\d+) \(", line) for line in capsys.readouterr().err.splitlines()[1:]]
-    assert shown == [["7"], ["14"]]
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "gpm+became, seed 1, task 1 of 3, stage 1, epoch 7",
+        "gpm+became, seed 1, task 1 of 3, stage 1, epoch 14",
+    ]
+
+
+def test_time_left_falls_during_a_stage(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("became_avalanche.runs.progress.perf_counter", lambda: clock[0])
+    with Progress({MERGED.key(): MERGED}) as progress:  # stages: 1 + 2 + 2
+        clock[0] = 100.0
+        progress(Event(MERGED.key(), "stage", 1, 1, 1))
+        for epoch in (1, 2):
+            clock[0] += 70.0
+            progress(Event(MERGED.key(), "epoch", 2, 1, epoch))
+        clock[0] = 1000.0  # this stage takes longer than all were expected to take
+        progress(Event(MERGED.key(), "epoch", 2, 1, 3))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(", ")[2] for line in lines[1:]] == [
+        "0.0 s (about 7 min left)",
+        "epoch 1 (about 6 min left)",
+        "epoch 2 (about 4 min left)",
+        "epoch 3",
+    ]
 
 
 def test_a_failure_without_a_reason(progress, capsys):
