@@ -29,7 +29,7 @@ from became_avalanche.results.figures import FIGURES as FIGURES_OF_RECORDS
 from became_avalanche.results.figures import comparison_figure, landscape_figure, path_figure
 from became_avalanche.results.record import Record, with_joint
 from became_avalanche.results.scans import Landscape, PathScan, read_scans
-from became_avalanche.results.tables import budget, gains, gains_over, in_order, table, text_gains
+from became_avalanche.results.tables import Gain, budget, gains, gains_over, in_order, table, text_gains
 from became_avalanche.runs.catalogue import BENCHMARKS
 from became_avalanche.runs.store import Store
 from became_avalanche.runs.study import Study, status_of
@@ -95,6 +95,39 @@ def became_gains(study: Path) -> str:
     return _block(text_gains(became))
 
 
+def summary(studies: Path) -> str:
+    """Return the gains of BECAME in the studies ``SUMMARY``: one row per method, of the first study that has it."""
+    rows: dict[tuple[str, str], dict[str, Gain]] = {}
+    for stem in SUMMARY:
+        records = records_in(studies / f"{stem}.toml")
+        scaled = budget(records[0].spec)
+        data = f"{records[0].benchmark}, {scaled}" if scaled else records[0].benchmark
+        for gain in gains(records):
+            if gain.label.endswith("+became"):
+                rows.setdefault((data, gain.label), {}).setdefault(gain.kind, gain)
+    lines = [
+        "| benchmark | method | seeds | over the method alone | over equal training |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for (data, label), gain in rows.items():
+        baseline, control = gain["baseline"], gain["control"]
+        lines.append(f"| {data} | {label} | {control.paired.gain.n} | {baseline.short()} | {control.short()} |")
+    return "\n".join(lines)
+
+
+SUMMARY = (
+    "10-split-cifar100-cpu-ten",
+    "10-split-cifar100-cpu-gpm",
+    "permuted-digits-gpm-20",
+    "permuted-digits-nscl-20",
+    "permuted-digits-family",
+    "split-digits-gpm-20",
+    "split-digits-nscl-20",
+    "split-digits-family",
+)
+"""The studies of ``summary``. If two have the same method, the first one counts, which has more seeds."""
+
+
 def paths(scans: Path) -> str:
     """Return the coefficients of all estimators on each path."""
     from experiments.paths import table
@@ -144,6 +177,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "trials": trials,
     "choices": choices,
     "gains": became_gains,
+    "summary": summary,
     "paths": paths,
     "merges": merges,
     "memory": memory,

@@ -43,7 +43,7 @@ MAX_METHODS = 6
 MAX_PANELS = 4
 """Largest number of panels side by side; more would be too small."""
 LONG_LABEL = 20
-"""Labels with more characters do not fit into a panel."""
+"""Three labels with more characters fill a row of the legend."""
 
 STYLE: Any = {
     "font.size": 9,
@@ -341,18 +341,19 @@ def comparison_figure(records: Iterable[Record], title: str = "") -> Figure:
     panels["bwt"].set_yticklabels([])
     if merging:
         coefficients(done, panels["λ"])
-    if max(len(row.label) for row in rows) > LONG_LABEL:
-        _share_legend(figure, [panels[kind] for kind in ("average", "λ") if kind in panels])
+    _share_legend(figure, [panels[kind] for kind in ("average", "λ") if kind in panels])
     return figure
 
 
 def _share_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Replace the legends of the panels by one below the figure, where long labels cover no lines."""
-    lines = {}
+    """Replace the legends of the panels by one below the figure, where it covers no lines."""
+    lines: dict[str, Any] = {}
     for panel in panels:
         lines.update(dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True)))
         panel.legend().remove()
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3)
+    if lines:
+        columns = 3 if max(map(len, lines)) > LONG_LABEL else 7
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns)
 
 
 # ------------------------------------------------------------------------------------- around the weights of a merge

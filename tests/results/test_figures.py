@@ -249,14 +249,15 @@ def test_runs_that_are_not_done_are_not_drawn_but_counted():
     assert line(figure.axes[0], "gpm").get_ydata()[0] == pytest.approx(expected[0, 0])
 
 
-def test_long_labels_get_one_legend_below_the_figure():
+def test_one_legend_below_the_figure_covers_no_lines():
     records = [record.model_copy(update={"label": f"{record.label} with a long explanation"}) for record in runs()]
-    long, short = comparison_figure(records), comparison_figure(runs())
-    assert all(panel.get_legend() is None for panel in long.axes)
-    texts = [text.get_text() for text in long.legends[0].get_texts()]
-    assert len(texts) == len(set(texts)) > 2
-    assert short.axes[0].get_legend() is not None
-    assert not short.legends
+    for figure in (comparison_figure(records), comparison_figure(runs())):
+        assert all(panel.get_legend() is None for panel in figure.axes)
+        figure.draw_without_rendering()
+        top = figure.legends[0].get_window_extent().y1
+        assert all(top <= panel.get_tightbbox().y0 for panel in figure.axes)
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert len(texts) == len(set(texts)) > 2
 
 
 @pytest.mark.parametrize("methods", [METHODS, ["gpm"], ["joint"], ["finetune+became", "gpm+became"]])
