@@ -93,7 +93,7 @@ class Progress:
         if event.kind == "epoch":
             self._bar.set_description_str(f"{where}, epoch {event.epoch}")
             if perf_counter() - self._last_printed > 60:
-                self._print(f"{where}, epoch {event.epoch}{self._time_left()}")
+                self._print(f"{where}, epoch {event.epoch}{self._time_left(perf_counter() - self._last_stage)}")
             return
         self._advance(event.key, 1)
         self._last_stage = perf_counter()
@@ -119,13 +119,16 @@ class Progress:
         self._finished_stages[key] += stages
         self._bar.update(stages)
 
-    def _time_left(self) -> str:
-        """Return the time left if stages take as long as the finished ones did. It is empty if none is finished."""
+    def _time_left(self, since_stage: float = 0.0) -> str:
+        """Return the time left if stages take as long as the finished ones did. It is empty if none is finished.
+
+        :param since_stage: seconds since the last stage was finished.
+        """
         total = sum(self._n_stages.values())
         # a plugin may add stages that were not counted
         finished = sum(min(done, self._n_stages[key]) for key, done in self._finished_stages.items())
         per_stage = (self._last_stage - self._start) / max(1, finished - self._resumed_stages)
-        seconds = per_stage * (total - finished) - (perf_counter() - self._last_stage)
+        seconds = per_stage * (total - finished) - since_stage
         return f" (about {duration(seconds)} left)" if seconds >= 0 and per_stage else ""
 
     def _print(self, line: str, always: bool = False) -> None:
