@@ -109,9 +109,9 @@ def summary(studies: Path) -> str:
         "| benchmark | method | seeds | over the method alone | over equal training |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for (data, label), gain in rows.items():
-        baseline, control = gain["baseline"], gain["control"]
-        lines.append(f"| {data} | {label} | {control.paired.gain.n} | {baseline.short()} | {control.short()} |")
+    for (data, label), own in rows.items():
+        unbroken = [own[kind].short().replace(" ", "\N{NO-BREAK SPACE}") for kind in ("baseline", "control")]
+        lines.append(f"| {data} | {label} | {own['control'].paired.gain.n} | {' | '.join(unbroken)} |")
     return "\n".join(lines)
 
 
