@@ -110,8 +110,9 @@ def summary(studies: Path) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for (data, label), own in rows.items():
-        unbroken = [own[kind].short().replace(" ", "\N{NO-BREAK SPACE}") for kind in ("baseline", "control")]
-        lines.append(f"| {data} | {label} | {own['control'].paired.gain.n} | {' | '.join(unbroken)} |")
+        over = [own[kind].short().replace(" ", "\N{NO-BREAK SPACE}") for kind in ("baseline", "control")]
+        cells = [data, label.removesuffix("+became"), str(own["control"].paired.gain.n), *over]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
