@@ -36,6 +36,18 @@ def test_the_first_paragraph_of_the_results_quotes_the_tables_of_its_page():
     assert [number for number in quoted if number not in measured] == []
 
 
+def test_the_summary_has_the_gains_of_the_study_with_most_seeds():
+    summary = tables.summary(ROOT / "experiments" / "studies").replace("\N{NO-BREAK SPACE}", " ")
+    lines = tables.comparison(ROOT / "experiments" / "studies" / "permuted-digits-nscl-20.toml").splitlines()
+    found = [
+        re.search(rf"nscl\+became over {over}: (\S+) .* interval (\S+) to (\S+), .* (\d+) seeds", line)
+        for over, line in zip(("nscl", "nscl-2x"), lines[-3:-1], strict=True)
+    ]
+    over = " | ".join(f"{match[1]} [{match[2]}, {match[3]}]" for match in found)
+    assert f"| permuted-digits | nscl | 20 | {over} |" in summary.splitlines()
+    assert summary.count("| permuted-digits | nscl |") == 1
+
+
 def test_a_misspelt_kind_of_table_is_an_error():
     with pytest.raises(ValueError, match="unknown kind of table 'tables'; did you mean 'table'"):
         regenerated("<!-- tables: experiments/studies/split-digits.toml -->\n<!-- end -->")
