@@ -22,7 +22,7 @@ def published(record: Record) -> Mapping[str, Spread]:
 
     A run whose label is not the name of its method may use other options than the paper, so the result is empty for it.
     """
-    benchmark = _benchmark(record)
+    benchmark, _ = _benchmark(record)
     if record.label != record.method or benchmark is None:
         return {}
     results = _content()["benchmarks"][benchmark].get(record.method, {})
@@ -33,23 +33,23 @@ def published(record: Record) -> Mapping[str, Spread]:
 
 
 def differences(records: Sequence[Record], budget: str) -> list[str]:
-    """Return how the runs differ from the paper's, which use all tasks, the full recipe and several seeds.
+    """Return how the runs differ from the paper's, which use all tasks, the paper's benchmark and several seeds.
 
     :param records: the runs of one table.
     :param budget: their budget in words, from ``tables.budget``.
     """
-    benchmark = _benchmark(records[0])
+    benchmark, variant = _benchmark(records[0])
     if benchmark is None:
         return []
     ours, theirs = len({record.seed for record in records}), _content()["seeds"][benchmark]
     return [
         *([budget] if budget else []),
-        *(["a shorter recipe"] if benchmark != records[0].benchmark else []),
+        *([variant] if variant else []),
         *([f"{ours} seed{'s' if ours > 1 else ''} instead of {theirs}"] if ours != theirs else []),
     ]
 
 
-def _benchmark(record: Record) -> str | None:
-    """Return the paper's benchmark that a run was trained on, possibly with another recipe; None if there is none."""
-    name = _content()["other_recipe"].get(record.benchmark, record.benchmark)
-    return name if name in _content()["benchmarks"] else None
+def _benchmark(record: Record) -> tuple[str | None, str]:
+    """Return the paper's benchmark that a run was trained on, or None, and how the benchmark of the run differs."""
+    name, variant = _content()["variants"].get(record.benchmark, (record.benchmark, ""))
+    return (name, variant) if name in _content()["benchmarks"] else (None, "")

@@ -204,7 +204,7 @@ class Table:
         """
         notes = [row.note for row in self.rows if row.note]
         if self._published() and self.difference:
-            notes.append(f"* The paper's results have another budget. Ours: {self.difference}.")
+            notes.append(f"* The paper's runs differ. Ours: {self.difference}.")
         if explain and any(rank for column in self._columns() for rank in column.ranks):
             notes.append(
                 "Best in bold, second underlined. Two methods tie if the 95 % interval of their paired difference "

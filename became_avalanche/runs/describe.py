@@ -34,9 +34,9 @@ def all_sources() -> list[Source]:
 
 def list_benchmarks(benchmarks: Iterable[Benchmark]) -> str:
     """Return a table of the benchmarks, one per line."""
-    lines = [f"{'benchmark':24} {'tasks':>5}  {'network':16} data"]
+    lines = [f"{'benchmark':30} {'tasks':>5}  {'network':16} data"]
     for benchmark in benchmarks:
-        lines.append(f"{benchmark.name:24} {benchmark.stream.n_tasks:5}  {_network(benchmark):16} {_data(benchmark)}")
+        lines.append(f"{benchmark.name:30} {benchmark.stream.n_tasks:5}  {_network(benchmark):16} {_data(benchmark)}")
     return "\n".join(lines)
 
 

@@ -149,9 +149,14 @@ def test_published_figures_stand_beside_ours_with_the_difference():
     short = shown(runs(1, benchmark="10-split-cifar100-cpu", n_tasks=2, max_epochs=5))
     assert "71.81 ± 0.10* " in short.text()
     assert short.notes() == [
-        "* The paper's results have another budget. Ours: 2 of 3 tasks, at most 5 epochs per stage, a shorter recipe, "
-        "1 seed instead of 5."
+        "* The paper's runs differ. Ours: 2 of 3 tasks, at most 5 epochs per stage, a shorter recipe, 1 seed instead "
+        "of 5."
     ]
+    right, scrambled = (shown(runs(3, benchmark=f"cifar100-superclass{end}")) for end in ("", "-scrambled"))
+    assert right.notes() == ["* The paper's runs differ. Ours: images that are not scrambled."]
+    assert "57.49 ± 0.65*" in right.text()
+    assert scrambled.notes() == []
+    assert "57.49 ± 0.65 " in scrambled.text()
     (row,) = csv.DictReader(io.StringIO(short.csv()))
     assert row["published_acc_mean"] == "0.7181"
     for other in (runs(5, label="mine"), runs(5, benchmark="made-up")):

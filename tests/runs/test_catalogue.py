@@ -62,7 +62,8 @@ def test_benchmarks_are_the_cells_of_the_table():
 def test_the_further_benchmarks_of_the_gpm_family():
     for method, alpha in {"gpm": None, "trgp": None, "sgp": 3, "gpcns": 4.5}.items():
         expected = {"lr": 0.01, "lr_min": 1e-5, "patience": 6, "factor": 2, "epochs": 50, "batch": 64}
-        assert cell("cifar100-superclass", method) == {**expected, "eps": 0.98, "increment": 0.001, "alpha": alpha}
+        for name in ("cifar100-superclass", "cifar100-superclass-scrambled"):
+            assert cell(name, method) == {**expected, "eps": 0.98, "increment": 0.001, "alpha": alpha}
         alpha = {"sgp": 10, "gpcns": 5}.get(method)
         expected = {"lr": 0.1, "lr_min": 1e-3, "patience": 5, "factor": 3, "epochs": 100, "batch": 64}
         assert cell("5-datasets", method) == {**expected, "eps": 0.965, "increment": 0, "alpha": alpha}
@@ -165,6 +166,18 @@ def test_epochs_of_each_recipe_within_a_budget():
     specs = [benchmark.spec(name, n_tasks=3, max_epochs=20) for name in ("gpm", "trgp", "gpcns", "finetune")]
     assert [spec.effective_recipe.epochs for spec in specs] == [10, 20, 20, 10]
     assert {spec.n_tasks for spec in specs} == {3}
+
+
+def test_the_scrambled_superclasses_differ_in_the_images_only(monkeypatch):
+    calls = []
+    monkeypatch.setattr(orders, "cifar100_superclass", lambda *args, **options: calls.append((args, options)))
+    specs = [BENCHMARKS[f"cifar100-superclass{end}"].spec("gpm+became", 2) for end in ("", "-scrambled")]
+    for spec in specs:
+        open_stream(spec, "data")
+    (args, options), scrambled = calls
+    assert scrambled == (args, {**options, "reference": True})
+    right, other = (spec.model_dump(exclude={"benchmark", "stream"}) for spec in specs)
+    assert right == other
 
 
 def test_orders_change_with_the_seed(monkeypatch):
