@@ -27,7 +27,7 @@ from PIL import Image
 from became_avalanche.files import look_up, write_atomically
 from became_avalanche.results.figures import FIGURES as FIGURES_OF_RECORDS
 from became_avalanche.results.figures import comparison_figure, landscape_figure, path_figure
-from became_avalanche.results.record import Record, with_joint
+from became_avalanche.results.record import Record, read_records, with_joint
 from became_avalanche.results.scans import Landscape, PathScan, read_scans
 from became_avalanche.results.tables import Gain, budget, gains, gains_over, in_order, table, text_gains
 from became_avalanche.runs.catalogue import BENCHMARKS
@@ -136,6 +136,14 @@ def paths(scans: Path) -> str:
     return _block(table(json.loads(scans.read_text())))
 
 
+def pretrained(folder: Path) -> str:
+    """Return ACC and BWT of the runs of ``experiments/pretrained.py`` in a folder, and their gains."""
+    from experiments.pretrained import METHODS
+
+    records = in_order(read_records(folder), METHODS)
+    return _block(table(records).text(), text_gains(gains(records)))
+
+
 def merges(prefix: Path) -> str:
     """Return the ways to merge on the same trainings. The mark names the files without ``.seed0.json`` and so on."""
     from experiments.merges import table
@@ -180,6 +188,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "gains": became_gains,
     "summary": summary,
     "paths": paths,
+    "pretrained": pretrained,
     "merges": merges,
     "memory": memory,
     "layers": layers,
