@@ -58,7 +58,7 @@ class Progress:
         self._total, self._done = len(specs) + done, done
         self._finished_stages = dict.fromkeys(specs, 0)
         self._n_stages = {key: _count_stages(spec) for key, spec in specs.items()}
-        self._resumed_stages = 0
+        self._trained_stages, self._trained_seconds = 0, 0.0
         self._bar = tqdm(
             total=sum(self._n_stages.values()),
             disable=not sys.stderr.isatty(),
@@ -86,7 +86,6 @@ class Progress:
             finished = 1 + (event.task - 1) * spec.method.n_stages if event.task else 0
             finished -= self._finished_stages[event.key]  # not zero if the run has lost its node and starts again
             self._advance(event.key, finished)
-            self._resumed_stages += finished
             self._print(f"{run}: resumed after task {event.task} of {spec.n_tasks}")
             return
         where = f"{run}, task {event.task} of {spec.n_trainings}, stage {event.stage}"
@@ -96,6 +95,8 @@ class Progress:
                 self._print(f"{where}, epoch {event.epoch}{self._time_left(perf_counter() - self._last_stage)}")
             return
         self._advance(event.key, 1)
+        self._trained_stages += 1
+        self._trained_seconds += event.seconds
         self._last_stage = perf_counter()
         accuracy = "" if event.accuracy is None else f", accuracy {100 * event.accuracy:.2f} %"
         epochs = f"{event.epoch} epoch{'s' * (event.epoch != 1)}"
@@ -120,16 +121,20 @@ class Progress:
         self._bar.update(stages)
 
     def _time_left(self, since_stage: float = 0.0) -> str:
-        """Return the time left if stages take as long as the finished ones did. It is empty if none is finished.
+        """Return the time left if stages take as long as the trained ones did. It is empty if none has been trained.
+
+        It is at least the time of the run with most stages left, because a run has one worker.
 
         :param since_stage: seconds since the last stage was finished.
         """
-        total = sum(self._n_stages.values())
+        if not self._trained_stages:
+            return ""
         # a plugin may add stages that were not counted
-        finished = sum(min(done, self._n_stages[key]) for key, done in self._finished_stages.items())
-        per_stage = (self._last_stage - self._start) / max(1, finished - self._resumed_stages)
-        seconds = per_stage * (total - finished) - since_stage
-        return f" (about {duration(seconds)} left)" if seconds >= 0 and per_stage else ""
+        left = [max(0, n - self._finished_stages[key]) for key, n in self._n_stages.items()]
+        all_runs = sum(left) * (self._last_stage - self._start) / self._trained_stages
+        longest = max(left) * self._trained_seconds / self._trained_stages
+        seconds = max(all_runs, longest) - since_stage
+        return f" (about {duration(seconds)} left)" if seconds >= 0 else ""
 
     def _print(self, line: str, always: bool = False) -> None:
         self._last_printed = perf_counter()

@@ -93,6 +93,25 @@ def test_time_left_does_not_count_what_was_resumed(capsys, monkeypatch):
         ]
 
 
+def test_time_left_of_two_workers_and_after_a_failure(capsys, monkeypatch):
+    clock, other = [0.0], BLOBS.spec("gpm+became", 2)
+    monkeypatch.setattr("became_avalanche.runs.progress.perf_counter", lambda: clock[0])
+    with Progress({MERGED.key(): MERGED, other.key(): other}) as progress:  # stages of each: 1 + 2 + 2
+        clock[0] = 60.0
+        progress(Event(MERGED.key(), "stage", 1, 1, 1, seconds=60.0))
+        progress(Event(other.key(), "stage", 1, 1, 1, seconds=60.0))
+        progress.finished(other.key(), None, "its process was killed")
+        clock[0] = 120.0
+        progress(Event(MERGED.key(), "stage", 2, 1, 1, seconds=60.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("(")[2] for line in lines[1:]] == [
+        "about 9 min left)",  # nine stages, one per minute so far
+        "about 4 min left)",  # eight stages, two per minute
+        "1 of 2 runs)",
+        "about 3 min left)",  # three stages, one per minute, because only one run is left
+    ]
+
+
 def test_a_terminal_has_one_live_line(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
