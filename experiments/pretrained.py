@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.models import get_model
 
-from became_avalanche import Benchmark, MultiHeadNetwork, Network, NSCLRecipe, Store, Stream, image_stream
+from became_avalanche import Benchmark, Method, MultiHeadNetwork, Network, NSCLRecipe, Store, Stream, image_stream
 from became_avalanche.benchmarks.cifar import read_cifar100
 from became_avalanche.benchmarks.tensors import normalise, tasks_of
 from became_avalanche.results.record import with_joint
@@ -83,12 +83,20 @@ def _tasks(part, per_class):
     return tasks_of(part.images[chosen], part.fine[chosen], torch.arange(100).reshape(10, 10))
 
 
+def chosen_method(name: str, fisher: str | None) -> Method:
+    """Return the method called ``name``. If it merges, its Fisher information comes from the estimator ``fisher``."""
+    if fisher is None or "+" not in name:
+        return Method.parse(name)
+    return Method.parse(name, merge={"options": {"fisher": fisher}}, label=f"{name} ({fisher})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a pre-trained network on 10-Split CIFAR-100.")
     parser.add_argument("--data", required=True, help="folder with cifar-100-python")
     parser.add_argument("--weights", required=True, help="state_dict of a torchvision model")
     parser.add_argument("--architecture", default="mobilenet_v2", help="name of the model in torchvision.models")
     parser.add_argument("--methods", type=lambda names: names.split(","), default=METHODS, help="comma-separated names")
+    parser.add_argument("--fisher", help="estimator of the Fisher information for all merges (default: batched)")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--tasks", type=int, help="number of tasks to train (default: all)")
     parser.add_argument("--epochs", type=int, help=f"maximum number of epochs per stage (default: {RECIPE.epochs})")
@@ -114,7 +122,8 @@ def main() -> None:
     store.make_writable()
     for seed in range(arguments.seeds):
         for method in arguments.methods:
-            spec = benchmark.spec(method, seed, n_tasks=arguments.tasks, max_epochs=arguments.epochs)
+            chosen = chosen_method(method, arguments.fisher)
+            spec = benchmark.spec(chosen, seed, n_tasks=arguments.tasks, max_epochs=arguments.epochs)
             record = run(spec, store, Local(data=arguments.data))
             print(f"{record.key}: {record.status}{f', {record.error}' if record.error else ''}", flush=True)
             records.append(record)
