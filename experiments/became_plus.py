@@ -9,6 +9,7 @@ information, are set as options in the study files.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 
 import torch
 from avalanche.training.templates import SupervisedTemplate
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from became_avalanche import BecameMergePlugin
 from became_avalanche.merging.fisher import Batch
-from became_avalanche.merging.rules import MergeInputs
+from became_avalanche.merging.rules import Became, MergeInputs
 from became_avalanche.strategy.passes import data_pass
 from became_avalanche.strategy.protocols import StageAware
 from became_avalanche.strategy.weights import interpolate, restore, snapshot, trainable
@@ -125,3 +126,17 @@ class MiddleFisher(BecameMergePlugin):
             return super().estimate_fisher(strategy, names, num_workers)
         finally:
             restore(strategy, candidate)
+
+
+class HeadApart(BecameMergePlugin):
+    """Leaves parameters that no earlier task has trained, such as the new head, out of λ. They are merged with it."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.rule = became_without_new_head
+
+
+def became_without_new_head(inputs: MergeInputs) -> float:
+    """Return Eq. 20 for the parameters with a precision."""
+    fisher = {name: diagonal for name, diagonal in inputs.fisher.items() if _used_before(inputs, name)}
+    return Became()(replace(inputs, fisher=fisher))

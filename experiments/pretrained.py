@@ -14,6 +14,7 @@ Runs are kept in runs/pretrained. Rerun the same command to resume.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,13 @@ from became_avalanche.results.tables import gains, in_order, table, text_gains
 from became_avalanche.runs.run import Local, run
 
 RULES = ("became", "one-over-t", "constant", "cofima")
+HEAD_APART = "experiments.became_plus:HeadApart"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpm+became (batched-sampled)": {"options": {"fisher": "batched-sampled"}},
+    "gpm+became (head apart)": {"plugin": HEAD_APART},
+    "gpm+became (batched-sampled and head apart)": {"plugin": HEAD_APART, "options": {"fisher": "batched-sampled"}},
+}
+"""Variants of the merge that ``--methods`` also accepts, and their settings."""
 METHODS = ("gpm", "gpm-2x", *(f"gpm+{rule}" for rule in RULES), "finetune", *(f"finetune+{rule}" for rule in RULES))
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 RECIPE = NSCLRecipe(batch_size=16, learning_rate=1e-4, later_rate=1e-4, normalisation_rate=1e-4, epochs=5)
@@ -83,11 +91,11 @@ def _tasks(part, per_class):
     return tasks_of(part.images[chosen], part.fine[chosen], torch.arange(100).reshape(10, 10))
 
 
-def chosen_method(name: str, fisher: str | None) -> Method:
-    """Return the method called ``name``. If it merges, its Fisher information comes from the estimator ``fisher``."""
-    if fisher is None or "+" not in name:
-        return Method.parse(name)
-    return Method.parse(name, merge={"options": {"fisher": fisher}}, label=f"{name} ({fisher})")
+def chosen_method(name: str) -> Method:
+    """Return the method called ``name``: one of ``VARIANTS``, or a name such as "gpm+became"."""
+    if name in VARIANTS:
+        return Method.parse("gpm+became", merge=VARIANTS[name], label=name)
+    return Method.parse(name)
 
 
 def main() -> None:
@@ -96,7 +104,6 @@ def main() -> None:
     parser.add_argument("--weights", required=True, help="state_dict of a torchvision model")
     parser.add_argument("--architecture", default="mobilenet_v2", help="name of the model in torchvision.models")
     parser.add_argument("--methods", type=lambda names: names.split(","), default=METHODS, help="comma-separated names")
-    parser.add_argument("--fisher", help="estimator of the Fisher information for all merges (default: batched)")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--tasks", type=int, help="number of tasks to train (default: all)")
     parser.add_argument("--epochs", type=int, help=f"maximum number of epochs per stage (default: {RECIPE.epochs})")
@@ -122,8 +129,7 @@ def main() -> None:
     store.make_writable()
     for seed in range(arguments.seeds):
         for method in arguments.methods:
-            chosen = chosen_method(method, arguments.fisher)
-            spec = benchmark.spec(chosen, seed, n_tasks=arguments.tasks, max_epochs=arguments.epochs)
+            spec = benchmark.spec(chosen_method(method), seed, n_tasks=arguments.tasks, max_epochs=arguments.epochs)
             record = run(spec, store, Local(data=arguments.data))
             print(f"{record.key}: {record.status}{f', {record.error}' if record.error else ''}", flush=True)
             records.append(record)

@@ -129,3 +129,18 @@ def test_fisher_at_the_middle_is_taken_between_both_weights_and_the_weights_are_
     middle = interpolate(inputs.base, inputs.candidate, 0.5, 0.5)
     assert all(torch.equal(seen[0][name], middle[name]) for name in middle)
     assert all(torch.equal(seen[1][name], inputs.candidate[name]) for name in middle)
+
+
+def test_the_head_of_the_task_does_not_count_in_the_coefficient():
+    session = trained("HeadApart")
+    inputs, coefficient = merge_of(session), session.method_plugins[-1].merges[-1].coefficient
+    names = [name for name in inputs.fisher if "classifiers.1." not in name]
+    forms = [
+        sum(float((diagonal[name].double() * inputs.delta[name] ** 2).sum()) for name in names)
+        for diagonal in (inputs.fisher, inputs.precision)
+    ]
+    assert 0 < len(names) < len(inputs.fisher)
+    assert coefficient == pytest.approx(forms[0] / sum(forms), rel=1e-9)
+    assert same(inputs.candidate, merge_of(plain()).candidate)
+    assert coefficient < plain().method_plugins[-1].merges[-1].coefficient
+    assert moved(session) == set()  # the head is merged with the same coefficient

@@ -1,7 +1,7 @@
 import torch
 from torchvision.models import shufflenet_v2_x0_5
 
-from experiments.pretrained import PretrainedNetwork, enlarged_cifar100
+from experiments.pretrained import METHODS, VARIANTS, PretrainedNetwork, chosen_method, enlarged_cifar100
 from tests.benchmarks.test_cifar import write_cifar
 
 
@@ -26,3 +26,10 @@ def test_the_classifier_makes_room_for_heads_and_statistics_stay(tmp_path):
     original.fc = torch.nn.Identity()
     assert torch.allclose(features, original.eval()(images), atol=1e-6)
     assert network.classifier.in_features == features.shape[1] == 1024
+
+
+def test_methods_and_variants_of_the_merge_are_chosen_by_name():
+    assert [chosen_method(name).shown for name in (*METHODS, *VARIANTS)] == [*METHODS, *VARIANTS]
+    drawn, apart, both = (chosen_method(name).make_plugins()[-1] for name in VARIANTS)
+    assert [merge.fisher.name for merge in (drawn, apart, both)] == ["batched-sampled", "batched", "batched-sampled"]
+    assert [type(merge).__name__ for merge in (drawn, apart, both)] == ["BecameMergePlugin", "HeadApart", "HeadApart"]
