@@ -2,10 +2,10 @@
 
     python -m experiments.merges 10-split-cifar100-cpu gpm+became --seeds 3 --tasks 3 --data FOLDER
 
-One training serves all ways. It merges with the default settings, so all ways see the same θ_GP, the same stage 2 and
-the same earlier tasks. Each estimator accumulates its own precision Λ along this training. For each merge, the script
-records λ and the validation accuracy, averaged over the tasks so far, at θ_GP + λ Δ. It also records the λ with the
-least training loss, summed over the tasks so far. Only an analysis can know that λ: it needs the data of old tasks.
+One training serves all ways. It merges at the true labels in eval mode, so all ways see the same θ_GP, the same stage 2
+and the same earlier tasks. Each estimator accumulates its own precision Λ along this training. For each merge, the
+script records λ and the validation accuracy, averaged over the tasks so far, at θ_GP + λ Δ. It also records the λ with
+the least training loss, summed over the tasks so far. Only an analysis can know that λ: it needs the data of old tasks.
 
 Each seed is one file in experiments/results/merges, or in --out. Seeds that have a file are not trained again.
 """
@@ -30,12 +30,12 @@ from became_avalanche.strategy.weights import interpolate, restore, snapshot, tr
 
 LABELS = {"true": "batched", "argmax": "batched-argmax", "drawn": "batched-sampled"}
 MODES = ("eval", "train")
-DEFAULT = ("true", "eval", "best")
+FIRST = ("true", "eval", "best")
 RESULTS = Path(__file__).parent / "results" / "merges"
 
 
 class EveryMerge(BecameMergePlugin):
-    """Merges with the default settings, and measures where other settings would have merged."""
+    """Merges in one way, and measures where other settings would have merged."""
 
     def __init__(self, n_samples: int | None = None, **options) -> None:
         """Init.
@@ -113,7 +113,7 @@ def merge(path, coefficient):
 
 
 def table(runs: list[dict]) -> str:
-    """Return one line per way to merge: means over merges and seeds, and the gain over the default settings."""
+    """Return one line per way to merge: means over merges and seeds, and the gain over the way of the training."""
     ways = [(labels, mode, which) for which, labels, mode in product(("best", "last"), LABELS, MODES)]
     accuracy = {way: [100 * mean(e["valid_accuracy"] for e in _entries(run, way)) for run in runs] for way in ways}
     columns = f"{'labels':8}{'mode':7}{'weights':9}{'λ':>5}{'|λ − least loss|':>18}{'valid ACC %':>13}{'gain':>7}"
@@ -122,9 +122,9 @@ def table(runs: list[dict]) -> str:
         entries = [entry for run in runs for entry in _entries(run, way)]
         coefficient = mean(entry["coefficient"] for entry in entries)
         distance = mean(abs(entry["coefficient"] - entry["least_loss"]) for entry in entries)
-        gain = paired(accuracy[way], accuracy[DEFAULT])
+        gain = paired(accuracy[way], accuracy[FIRST])
         line = "{:8}{:7}{:9}".format(*way) + f"{coefficient:5.2f}{distance:18.2f}{mean(accuracy[way]):13.2f}"
-        if way != DEFAULT:
+        if way != FIRST:
             line += f"{gain.gain.mean:+7.2f}"
             line += "  {:+.2f} to {:+.2f}".format(*gain.interval) if gain.interval else ""
         lines.append(line)
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    options = {"n_samples": arguments.samples}
+    options = {"n_samples": arguments.samples, "fisher": {"name": "batched", "mode": "eval"}}
     method = Method.parse(
         arguments.method, merge=MergeSettings(plugin="experiments.merges:EveryMerge", options=options)
     )

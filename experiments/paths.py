@@ -21,7 +21,7 @@ import torch
 from avalanche.training.plugins import SupervisedPlugin
 from torch.nn import functional as F
 
-from became_avalanche import AlexNet, BecameMergePlugin, Fisher, path_figure, scan_path
+from became_avalanche import AlexNet, BecameMergePlugin, Fisher, Method, path_figure, scan_path
 from became_avalanche.merging.fisher import Batch, accumulate, zero_padded
 from became_avalanche.merging.rules import became
 from became_avalanche.runs.catalogue import SMALL
@@ -95,7 +95,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     benchmark = replace(SMALL, name="20-split-cifar100-cpu", stream=Stream(name="split-cifar100", n_tasks=20))
-    spec = benchmark.spec("gpm+became", n_tasks=arguments.tasks, max_epochs=arguments.epochs)
+    method = Method.parse("gpm+became", merge={"options": {"fisher": {"name": "batched", "mode": "eval"}}})
+    spec = benchmark.spec(method, n_tasks=arguments.tasks, max_epochs=arguments.epochs)
     paths = Paths(arguments.samples)
     session = Session(spec, data=arguments.data, plugins=[paths], keep="endpoints")
     while not session.finished:

@@ -31,6 +31,7 @@ from became_avalanche.runs.run import Local, run
 RULES = ("became", "one-over-t", "constant", "cofima")
 HEAD_APART = "experiments.became_plus:HeadApart"
 VARIANTS: dict[str, dict[str, Any]] = {
+    "gpm+became (eval mode)": {"options": {"fisher": {"name": "batched", "mode": "eval"}}},
     "gpm+became (batched-sampled)": {"options": {"fisher": "batched-sampled"}},
     "gpm+became (head apart)": {"plugin": HEAD_APART},
     "gpm+became (batched-sampled and head apart)": {"plugin": HEAD_APART, "options": {"fisher": "batched-sampled"}},

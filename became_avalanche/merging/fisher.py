@@ -67,8 +67,10 @@ class Fisher:
     inference would. ``batches`` is for batched estimators: the mean over batches of ``g²``, weighted by batch size,
     which is ``Σ B g² / n``. If all batches have the same size, this is ``mean`` divided by that size, so λ is the
     same."""
-    mode: Literal["eval", "train"] = "eval"
-    """Mode of the model. In train mode dropout is on, and normalisation uses the statistics of the batch."""
+    mode: Literal["train", "eval"] | None = None
+    """Mode of the model. In train mode dropout is on, and normalisation uses the statistics of the batch. None: train
+    mode for batched estimators, because the loss whose curvature is estimated is the one in training; eval mode for the
+    others, whose samples must not influence each other."""
     shuffle: bool = True
     """Whether batches are drawn at random. If not, they follow the order of the data."""
 
@@ -79,8 +81,10 @@ class Fisher:
             raise ValueError(f"reduction must be 'mean', 'sum' or 'batches'; got {self.reduction!r}")
         if self.reduction == "batches" and not self.name.startswith("batched"):
             raise ValueError(f"reduction='batches' needs a batched estimator, such as 'batched'; got {self.name!r}")
-        if self.mode not in ("eval", "train"):
-            raise ValueError(f"mode must be 'eval' or 'train'; got {self.mode!r}")
+        if self.mode is None:
+            object.__setattr__(self, "mode", "train" if self.name.startswith("batched") else "eval")
+        if self.mode not in ("train", "eval"):
+            raise ValueError(f"mode must be 'train', 'eval' or None; got {self.mode!r}")
         if self.n_samples is not None and self.n_samples < 1:
             raise ValueError(f"n_samples must be at least 1, or None for all training samples; got {self.n_samples}")
 

@@ -62,5 +62,30 @@ def from_version_0(content: dict[str, Any]) -> dict[str, Any]:
     return migrated
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: from_version_0}
+def from_version_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Convert a record whose specification does not say in which mode Fisher information was estimated."""
+    return {**content, "schema_version": 2, "spec": in_eval_mode(content["spec"])}
+
+
+def in_eval_mode(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a specification of version 1 with the mode of its Fisher estimator, which was eval mode by default.
+
+    Since version 2, batched estimators use train mode by default. In our networks for digits both modes are the same,
+    because they have neither dropout nor batch normalisation. So their specifications stay as they are.
+    """
+    match spec:
+        case {"network": {"name": "mlp" | "single-head-mlp"}} | {"method": {"merge": {"options": {"reference": True}}}}:
+            return spec
+        case {"method": {"merge": {"options": {"fisher": str(name)}}}} if name.startswith("batched"):
+            fisher: dict[str, Any] = {"name": name, "mode": "eval"}
+        case {"method": {"merge": {"options": {"fisher": dict(options)}}}}:
+            fisher = {"mode": "eval", **options}
+        case _:
+            return spec
+    merge = spec["method"]["merge"]
+    merge = {**merge, "options": {**merge["options"], "fisher": fisher}}
+    return {**spec, "method": {**spec["method"], "merge": merge}}
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: from_version_0, 1: from_version_1}
 """Version n -> function that converts the content of a record from version n to version n + 1."""

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from became_avalanche.files import UserError, read_file, sealed_json, unsealed
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the format. Increase it with every change that older versions of the package would misread."""
-SPEC_SCHEMA = 1
+SPEC_SCHEMA = 2
 """Version of the specification, in ``spec.json`` and in records. Increase it by the same rule as ``SCHEMA``."""
 
 Status = Literal["running", "done", "diverged", "failed"]

@@ -14,6 +14,7 @@ from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from became_avalanche.files import read_file, sealed_json, suggestion, unsealed
+from became_avalanche.results.migrations import in_eval_mode
 from became_avalanche.results.record import SPEC_SCHEMA, References
 from became_avalanche.runs.components import (
     NETWORKS,
@@ -215,8 +216,7 @@ def read_values(path: Path) -> dict[str, Any]:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise SpecError(str(error)) from None
-    del values["schema_version"]
-    return values
+    return values if values.pop("schema_version") >= SPEC_SCHEMA else in_eval_mode(values)
 
 
 def validated(model: type[Any], content: Any, where: str) -> Any:

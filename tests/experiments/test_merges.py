@@ -5,11 +5,11 @@ from avalanche.training import Naive
 from avalanche.training.plugins import EvaluationPlugin
 
 from became_avalanche import GPMPlugin, MultiHeadMLP, PlateauPlugin, split_digits
-from experiments.merges import DEFAULT, EveryMerge, table
+from experiments.merges import FIRST, EveryMerge, table
 
 
 @pytest.mark.parametrize("projection", [[GPMPlugin], []], ids=["gpm", "finetune"])
-def test_the_default_way_is_the_merge_of_the_training(projection):
+def test_the_first_way_is_the_merge_of_the_training(projection):
     """All training data fit into one batch, so every pass over them gives the same Fisher information."""
     benchmark, model, merge = split_digits(seed=0), MultiHeadMLP(), EveryMerge()
     strategy = Naive(
@@ -25,8 +25,8 @@ def test_the_default_way_is_the_merge_of_the_training(projection):
     by_way = {(e["t"], e["labels"], e["mode"], e["weights"]): e for e in merge.measured}
     assert len(by_way) == len(merge.measured) == 2 * 12
     for record in merge.merges:
-        assert by_way[(record.t, *DEFAULT)]["coefficient"] == pytest.approx(record.coefficient, rel=1e-4)
-    assert by_way[3, "argmax", "eval", "best"]["coefficient"] != by_way[(3, *DEFAULT)]["coefficient"]
+        assert by_way[(record.t, *FIRST)]["coefficient"] == pytest.approx(record.coefficient, rel=1e-4)
+    assert by_way[3, "argmax", "eval", "best"]["coefficient"] != by_way[(3, *FIRST)]["coefficient"]
     assert all(0 <= e["valid_accuracy"] <= 1 and 0 <= e["least_loss"] <= 1 for e in merge.measured)
 
 

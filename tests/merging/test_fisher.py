@@ -287,8 +287,15 @@ def test_argmax_equals_the_loop(training, sizes, seed):
 def test_the_mean_over_batches_is_for_batched_estimators_alone():
     with pytest.raises(ValueError, match="needs a batched estimator, such as 'batched'; got 'exact'"):
         Fisher("exact", reduction="batches")
-    with pytest.raises(ValueError, match="mode must be 'eval' or 'train'; got 'test'"):
+    with pytest.raises(ValueError, match="mode must be 'train', 'eval' or None; got 'test'"):
         Fisher(mode="test")
+
+
+def test_batched_estimators_see_the_model_as_in_training():
+    modes = {name: Fisher(name).mode for name in ESTIMATORS}
+    assert {name for name, mode in modes.items() if mode == "train"} == {"batched", "batched-sampled", "batched-argmax"}
+    assert Fisher("batched", mode="eval").mode == "eval"
+    assert Fisher("exact", mode="train").mode == "train"
 
 
 @pytest.mark.parametrize(("name", "batch"), [("sampled", 4), ("batched-sampled", 7)])

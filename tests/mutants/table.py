@@ -141,6 +141,7 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
             ("((total / size, size) for total, size in totals)", "((total, size) for total, size in totals)"),
             ("if batches == 0:", "if False:"),
             ("if samples == 0:", "if samples < 0:"),
+            ('"train" if self.name.startswith("batched") else "eval"', '"eval"'),
             (
                 "gradient = gradient.to_dense()  #",
                 "gradient = gradient  #",

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from became_avalanche.results.metrics import METRICS
-from became_avalanche.results.migrations import MIGRATIONS
+from became_avalanche.results.migrations import MIGRATIONS, in_eval_mode
 from became_avalanche.results.record import SCHEMA, RecordError, parse_record
-from tests.results.records import old_run
+from tests.results.records import made_up, make_spec, old_run
 
 
 def test_every_older_version_has_a_migration():
@@ -45,6 +45,35 @@ def test_a_run_that_contradicts_itself_is_refused(changes, message):
     with pytest.raises(RecordError, match=r"^run\.json is corrupt: ") as error:
         parse_record(json.dumps({**old_run("gpm"), **changes}), "run.json")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("network", "options", "fisher"),
+    [
+        ("alexnet", {"fisher": "batched"}, {"name": "batched", "mode": "eval"}),
+        ("alexnet", {"fisher": "batched-sampled", "reference": False}, {"name": "batched-sampled", "mode": "eval"}),
+        ("alexnet", {"fisher": {"n_samples": 100}}, {"n_samples": 100, "mode": "eval"}),
+        ("alexnet", {"fisher": {"name": "batched", "mode": "train"}}, {"name": "batched", "mode": "train"}),
+        ("alexnet", {"fisher": "exact"}, "exact"),
+        ("alexnet", {"fisher": "batched", "reference": True}, "batched"),
+        ("my_module:Network", {"fisher": "batched"}, {"name": "batched", "mode": "eval"}),
+        ("mlp", {"fisher": "batched"}, "batched"),
+        ("single-head-mlp", {"fisher": "batched"}, "batched"),
+    ],
+)
+def test_fisher_information_of_version_1_was_estimated_in_eval_mode(network, options, fisher):
+    method = {"base": "gpm", "merge": {"rule": "became", "options": options}}
+    record = made_up("gpm+became", 0, spec={**make_spec("gpm+became", 0, network={"name": network}), "method": method})
+    old = {**record.model_dump(mode="json"), "schema_version": 1}
+    found = parse_record(json.dumps(old)).spec
+    assert found["method"]["merge"]["options"] == {**options, "fisher": fisher}
+    assert parse_record(record.to_json()).spec == record.spec  # of version 2, so nothing is changed
+
+
+@pytest.mark.parametrize("merge", [None, {}, {"options": {}}, {"options": None}, "became"])
+def test_other_specifications_of_version_1_stay_as_they_are(merge):
+    spec = {**make_spec("gpm", 0, network={"name": "alexnet"}), "method": {"base": "gpm", "merge": merge}}
+    assert in_eval_mode(spec) == spec
 
 
 def test_a_run_without_its_spec_is_refused():

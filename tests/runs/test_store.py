@@ -20,7 +20,7 @@ from became_avalanche.results.record import RecordError
 from became_avalanche.runs.catalogue import find_benchmark
 from became_avalanche.runs.method import Method
 from became_avalanche.runs.run import run
-from became_avalanche.runs.spec import SpecError, read_spec
+from became_avalanche.runs.spec import Network, SpecError, read_spec
 from became_avalanche.runs.store import RunFolder, StoreError
 from became_avalanche.runs.study import status_of
 from became_avalanche.strategy.statefile import write_state
@@ -346,6 +346,18 @@ def test_runs_that_left_the_new_head_out_of_the_merge_are_other_runs(tmp_path, m
     old = spec.with_method(Method.parse(method, merge={"options": {"new_head": "apart"}}))
     (tmp_path / spec.key()).rename(tmp_path / old.key())
     assert store.folder(old).path.name == old.key()
+
+
+@pytest.mark.parametrize(("network", "name"), [("alexnet", "~2"), ("mlp", "")])
+def test_runs_that_estimated_fisher_information_in_eval_mode_are_other_runs(tmp_path, network, name):
+    """Specifications of version 1 do not say so. Without dropout and batch normalisation both modes are the same."""
+    store, spec = Store(tmp_path), find_benchmark("split-digits").spec("gpm+became")
+    spec = spec.model_copy(update={"network": Network(name=network)})
+    path = store.open(spec).path / "spec.json"
+    path.write_text(spec.to_json())
+    assert store.folder(spec).path.name == spec.key()
+    path.write_text(sealed_json({**_bare(path), "schema_version": 1}))
+    assert store.folder(spec).path.name == spec.key() + name
 
 
 def test_the_specification_of_a_folder_can_be_read(whole):
