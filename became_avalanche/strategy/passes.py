@@ -33,7 +33,7 @@ def data_pass(
     the context ends, the random state, the modes and buffers of the modules and the strategy's own batch are restored.
 
     :param n_samples: number of samples to draw, without replacement (default: all).
-    :param train_mode: use train mode instead of eval mode.
+    :param train_mode: use train mode instead of eval mode. Layers that are in eval mode in training stay in it.
     :param shuffle: False to keep the order of the data; ``n_samples`` then takes the first ones.
     """
     dataset = dataset if _in_eval(dataset) else dataset.eval()
@@ -50,9 +50,12 @@ def data_pass(
     with kept_random_state(strategy.device):
         order = torch.randperm(len(dataset), device="cpu") if shuffle else torch.arange(len(dataset), device="cpu")
         chosen = order[:n_samples].tolist()
+        if train_mode and len(chosen) % batch_size == 1 < len(chosen):
+            chosen.pop()  # in train mode, batch normalisation refuses a batch of one sample
         loader = DataLoader(dataset, batch_size, sampler=chosen, collate_fn=dataset.collate_fn, num_workers=num_workers)
         try:
-            strategy.model.train(train_mode)
+            if not (train_mode and strategy.model.training):  # training may keep single layers in eval mode
+                strategy.model.train(train_mode)
             for module in modes:
                 if hasattr(module, "train_classifier") and hasattr(module, "eval_classifier"):
                     module.training = True  # models of Avalanche that train one classifier and evaluate another

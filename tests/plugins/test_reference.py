@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from became_avalanche import BecameMergePlugin, Fisher, GPMPlugin, PlateauPlugin, TRGPPlugin
+from became_avalanche import BecameMergePlugin, Fisher, GPMPlugin, PlateauPlugin, RunningStatistics, TRGPPlugin
 from became_avalanche.plugins.merge import REFERENCE
-from tests.helpers import Network, Spy, Stages, assert_same_weights, batch_of, blobs, convnet, stream_of, weights
+from tests.helpers import Network, Spy, Stages, assert_same_weights, batch_of, blobs, convnet, naive, stream_of, weights
 
 BATCH, EPOCHS = 7, 3
 
@@ -15,8 +15,10 @@ BATCH, EPOCHS = 7, 3
 @pytest.fixture
 def float64():
     torch.set_default_dtype(torch.float64)
+    blobs.cache_clear()
     yield
     torch.set_default_dtype(torch.float32)
+    blobs.cache_clear()
 
 
 class SeededDropout(nn.Module):
@@ -123,6 +125,47 @@ def test_a_pass_in_train_mode_leaves_no_trace():
         ends.append((stages.ends[1], merge.precision))
     assert_same_weights(ends[0][0], ends[1][0])
     assert not torch.equal(ends[0][1]["features.0.weight"], ends[1][1]["features.0.weight"])
+
+
+class Watching(BecameMergePlugin):
+    """Notes the mode of each layer, and the batch sizes, in all passes for the Fisher information."""
+
+    def estimate_fisher(self, strategy, names, num_workers):
+        layers = strategy.model.features
+        hooks = [layer.register_forward_pre_hook(self.note) for layer in layers]
+        self.modes, self.sizes = {}, []
+        try:
+            return super().estimate_fisher(strategy, names, num_workers)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def note(self, layer, inputs):
+        self.modes[type(layer).__name__] = layer.training
+        self.sizes.append(len(inputs[0]))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_that_train_in_eval_mode_stay_in_it_for_the_fisher_information(frozen):
+    merge = Watching()
+    stream_of([GPMPlugin(0.9), merge, *([RunningStatistics("freeze")] if frozen else [])], network, blobs(n_tasks=2))
+    assert merge.modes["SeededDropout"]
+    assert merge.modes["BatchNorm1d"] is not frozen
+    merge = Watching(fisher=Fisher(mode="eval"))
+    stream_of([GPMPlugin(0.9), merge], network, blobs(n_tasks=2))
+    assert not any(merge.modes.values())
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(15, {7}), (16, {7, 2}), (14, {7})])
+def test_a_last_batch_of_one_sample_is_left_out_in_train_mode(samples, sizes):
+    """Batch normalisation would refuse it. Training leaves it out with ``drop_last``."""
+    torch.manual_seed(0)
+    merge, benchmark = Watching(), blobs(n_tasks=2, classes=1, samples=samples)
+    strategy = naive(network(), [GPMPlugin(0.9), merge], train_mb_size=7)
+    for experience in benchmark.train_stream:
+        assert len(experience.dataset) == samples
+        strategy.train(experience, drop_last=True)
+        assert set(merge.sizes) == sizes
 
 
 def test_the_precision_of_scales_meets_those_of_later_tasks():
