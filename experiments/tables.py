@@ -27,9 +27,11 @@ from PIL import Image
 from became_avalanche.files import look_up, write_atomically
 from became_avalanche.results.figures import FIGURES as FIGURES_OF_RECORDS
 from became_avalanche.results.figures import comparison_figure, landscape_figure, path_figure
+from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.record import Record, read_records, with_joint
 from became_avalanche.results.scans import Landscape, PathScan, read_scans
-from became_avalanche.results.tables import Gain, budget, gains, gains_over, in_order, table, text_gains
+from became_avalanche.results.statistics import Spread
+from became_avalanche.results.tables import FORMATS, Gain, budget, gains, gains_over, in_order, table, text_gains
 from became_avalanche.runs.catalogue import BENCHMARKS
 from became_avalanche.runs.store import Store
 from became_avalanche.runs.study import Study, status_of
@@ -60,18 +62,6 @@ def comparison(study: Path) -> str:
     """Return ACC and BWT of all methods, and the gains over baseline and control."""
     records = records_in(study)
     return _block(table(records).text(), text_gains(gains(records)))
-
-
-def reported(study: Path) -> str:
-    """Return ACC and BWT of all methods next to the paper's results, and the difference in ACC."""
-    shown = table(records_in(study), ("acc", "bwt"), with_published=True)
-    compared = [(row.label, row.values["acc"], row.published["acc"]) for row in shown.rows if "acc" in row.published]
-    differences = [
-        f"{label}: {100 * (ours.mean - paper.mean):+.2f} points of ACC from the paper's result"
-        for label, ours, paper in compared
-        if ours is not None
-    ]
-    return _block(shown.text(), "\n".join(differences))
 
 
 def trials(study: Path) -> str:
@@ -118,7 +108,7 @@ def summary(studies: Path) -> str:
 
 SUMMARY = (
     "10-split-cifar100-cpu-ten",
-    "10-split-cifar100-cpu-gpm",
+    "cifar100-superclass-scrambled",
     "permuted-digits-gpm-20",
     "permuted-digits-nscl-20",
     "permuted-digits-family",
@@ -127,6 +117,38 @@ SUMMARY = (
     "split-digits-family",
 )
 """The studies of ``summary``. If two have the same method, the first one counts, which has more seeds."""
+
+
+PUBLISHED = (
+    "10-split-cifar100-cpu-ten",
+    "cifar100-superclass-scrambled",
+)
+"""The studies of ``reported``."""
+
+
+def reported(studies: Path) -> str:
+    """Return ACC and BWT of all methods in the studies ``PUBLISHED`` that the paper has results for, next to these."""
+    lines = [
+        "| benchmark | method | ACC % | paper | difference | BWT % | paper | ours differs in |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for stem in PUBLISHED:
+        records = records_in(studies / f"{stem}.toml")
+        shown = table(records, ("acc", "bwt"), with_published=True)
+        for row in shown.rows:
+            if (acc := row.values["acc"]) is None or not row.published:
+                continue
+            pairs = [(FORMATS[METRICS[name].unit], row.values[name], row.published[name]) for name in ("acc", "bwt")]
+            cells = [style.cell(spread) for style, *both in pairs for spread in both]
+            cells.insert(2, difference(acc, row.published["acc"]))
+            lines.append(f"| {' | '.join([records[0].benchmark, row.label, *cells, shown.difference])} |")
+    return "\n".join(lines)
+
+
+def difference(ours: Spread, paper: Spread) -> str:
+    """Return the difference in points, such as ``+1.38 (2.1 sd)``: in brackets, in the paper's standard deviations."""
+    points = f"{100 * (ours.mean - paper.mean):+.2f}"
+    return points if not paper.std else f"{points} ({abs(ours.mean - paper.mean) / paper.std:.1f} sd)"
 
 
 def paths(scans: Path) -> str:
@@ -219,6 +241,7 @@ def draw(study: Path) -> None:
 PICTURES = {
     "split-digits": ("training", "matrix", "average", "final", "bwt_im", "coefficients", "path", "landscape"),
     "10-split-cifar100-cpu": ("training", "matrix", "average", "final", "coefficients"),
+    "cifar100-superclass-scrambled": ("path",),
     "figures-cifar100": ("losses", "aoa", "ranks", "costs", "path", "landscape"),
 }
 """Study -> the figures in docs/figures.md that are drawn from its records."""
@@ -227,7 +250,7 @@ PICTURES = {
 def pictures(folder: Path) -> Iterator[tuple[Path, str, Path]]:
     """Yield the file, the name and the study of each figure in docs/figures.md."""
     for stem, names in PICTURES.items():
-        benchmark = "cifar100" if "cifar100" in stem else "digits"
+        benchmark = next(name for name in ("superclass", "cifar100", "digits") if name in stem)
         for name in names:
             yield folder / benchmark / f"{name}.png", name, ROOT / "experiments" / "studies" / f"{stem}.toml"
 

@@ -1,10 +1,13 @@
 import json
 import re
+from statistics import fmean
 
 import pytest
 
+from became_avalanche.results.published import published
 from became_avalanche.results.record import read_record
 from became_avalanche.results.scans import Landscape, PathScan, read_scans
+from became_avalanche.results.statistics import Spread
 from became_avalanche.runs.spec import read_spec
 from became_avalanche.runs.store import differences
 from experiments import tables
@@ -48,6 +51,26 @@ def test_the_summary_has_the_gains_of_the_study_with_most_seeds():
     assert summary.count("| permuted-digits | nscl |") == 1
 
 
+def test_a_difference_from_the_paper_is_in_points_and_in_its_standard_deviations():
+    paper = Spread(mean=0.5749, std=0.0065, n=3)
+    assert tables.difference(Spread(0.5619, 0.02, 3), paper) == "-1.30 (2.0 sd)"
+    assert tables.difference(Spread(0.58, None, 1), Spread(0.57, None, 1)) == "+1.00"
+
+
+def test_published_results_stand_next_to_ours():
+    studies = ROOT / "experiments" / "studies"
+    rows = [line.strip("| ").split(" | ") for line in tables.reported(studies).splitlines()[2:]]
+    by_method = {(benchmark, method): cells for benchmark, method, *cells in rows}
+    runs = [run for run in records_in(studies / "cifar100-superclass-scrambled.toml") if run.label == "gpm"]
+    acc = fmean(sum(run.accuracy["test"][-1]) / 20 for run in runs)
+    paper = published(runs[0])["acc"]
+    shown, published_acc, points = by_method["cifar100-superclass-scrambled", "gpm"][:3]
+    assert shown.startswith(f"{100 * acc:.2f}")
+    assert published_acc == f"{100 * paper.mean:.2f} ± {100 * paper.std:.2f}"
+    assert points.startswith(f"{100 * (acc - paper.mean):+.2f} (")
+    assert not any("(default)" in method for _, method in by_method)
+
+
 def test_a_misspelt_kind_of_table_is_an_error():
     with pytest.raises(ValueError, match="unknown kind of table 'tables'; did you mean 'table'"):
         regenerated("<!-- tables: experiments/studies/split-digits.toml -->\n<!-- end -->")
@@ -84,7 +107,7 @@ def test_a_study_that_is_incomplete_is_an_error(state, tmp_path, monkeypatch):
 
 def test_a_figure_is_drawn_for_each_study(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "FIGURES", tmp_path)
-    study = ROOT / "experiments" / "studies" / "10-split-cifar100-cpu-gpm.toml"
+    study = ROOT / "experiments" / "studies" / "10-split-cifar100-cpu.toml"
     tables.draw(study)
     assert (tmp_path / f"{study.stem}.png").read_bytes().startswith(b"\x89PNG")
 
