@@ -141,6 +141,7 @@ def reported(studies: Path) -> str:
             pairs = [(FORMATS[METRICS[name].unit], row.values[name], row.published[name]) for name in ("acc", "bwt")]
             cells = [style.cell(spread) for style, *both in pairs for spread in both]
             cells.insert(2, difference(acc, row.published["acc"]))
+            cells = [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells]
             lines.append(f"| {' | '.join([records[0].benchmark, row.label, *cells, shown.difference])} |")
     return "\n".join(lines)
 
