@@ -127,22 +127,21 @@ PUBLISHED = (
 
 
 def reported(studies: Path) -> str:
-    """Return ACC and BWT of all methods in the studies ``PUBLISHED`` that the paper has results for, next to these."""
+    """Return ACC of all methods in the studies ``PUBLISHED`` that the paper has results for, next to these."""
     lines = [
-        "| benchmark | method | ACC % | paper | difference | BWT % | paper | ours differs in |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| benchmark | method | ACC % | paper | difference | ours differs in |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
+    style = FORMATS[METRICS["acc"].unit]
     for stem in PUBLISHED:
         records = records_in(studies / f"{stem}.toml")
-        shown = table(records, ("acc", "bwt"), with_published=True)
+        shown = table(records, ("acc",), with_published=True)
         for row in shown.rows:
-            if (acc := row.values["acc"]) is None or not row.published:
-                continue
-            pairs = [(FORMATS[METRICS[name].unit], row.values[name], row.published[name]) for name in ("acc", "bwt")]
-            cells = [style.cell(spread) for style, *both in pairs for spread in both]
-            cells.insert(2, difference(acc, row.published["acc"]))
-            cells = [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells]
-            lines.append(f"| {' | '.join([records[0].benchmark, row.label, *cells, shown.difference])} |")
+            ours, paper = row.values["acc"], row.published.get("acc")
+            if ours is not None and paper is not None:
+                cells = [style.cell(ours), style.cell(paper), difference(ours, paper)]
+                cells = [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells]
+                lines.append(f"| {' | '.join([records[0].benchmark, row.label, *cells, shown.difference])} |")
     return "\n".join(lines)
 
 
