@@ -421,7 +421,7 @@ def test_offline_run_holds_everything_but_secrets(fresh_wandb, tmp_path, monkeyp
     matrix, merge = AccuracyMatrix(), BecameMergePlugin()
     metrics = [matrix, loss_metrics(epoch=True)]
     strategy = naive(mlp(), [GPMPlugin(), merge], metrics=metrics, loggers=[logger])
-    benchmark = blobs()
+    benchmark = blobs(samples=40)
     for experience in benchmark.train_stream:
         strategy.train(experience)
         strategy.eval(benchmark.test_stream)
