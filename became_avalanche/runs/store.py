@@ -247,6 +247,11 @@ class Store:
         """
         key, n = spec.key(), 1
         wanted = spec.completed().model_dump(mode="json")
+        match wanted:
+            case {"method": {"merge": {"options": {"fisher": dict(fisher)}}}}:
+                from became_avalanche.merging.fisher import Fisher
+
+                fisher["mode"] = Fisher(**fisher).mode  # an older run may differ in this default
         while True:
             folder = RunFolder(self.root / (key if n == 1 else f"{key}~{n}"))
             if not differences(_stored_spec(folder), wanted):

@@ -348,10 +348,12 @@ def test_runs_that_left_the_new_head_out_of_the_merge_are_other_runs(tmp_path, m
     assert store.folder(old).path.name == old.key()
 
 
+@pytest.mark.parametrize("fisher", ["batched", {"name": "batched", "n_samples": 100}])
 @pytest.mark.parametrize(("network", "name"), [("alexnet", "~2"), ("mlp", "")])
-def test_runs_that_estimated_fisher_information_in_eval_mode_are_other_runs(tmp_path, network, name):
+def test_runs_that_estimated_fisher_information_in_eval_mode_are_other_runs(tmp_path, network, name, fisher):
     """Specifications of version 1 do not say so. Without dropout and batch normalisation both modes are the same."""
-    store, spec = Store(tmp_path), find_benchmark("split-digits").spec("gpm+became")
+    method = Method.parse("gpm+became", merge={"options": {"fisher": fisher}})
+    store, spec = Store(tmp_path), find_benchmark("split-digits").spec(method)
     spec = spec.model_copy(update={"network": Network(name=network)})
     path = store.open(spec).path / "spec.json"
     path.write_text(spec.to_json())
