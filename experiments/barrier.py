@@ -1,0 +1,150 @@
+"""What raises the barrier on the path of a merge of LeNet? Variants of the first two tasks of the superclasses.
+
+    python -m experiments.barrier --data FOLDER
+
+Each variant changes one thing of the preset `cifar100-superclass-scrambled`, on which BECAME loses. After the merge of
+task 2, the script measures loss and accuracy of both tasks along the path from θ_GP to θ̂, on training images.
+
+Each variant and seed is one file in experiments/results/barrier, or in --out. Files that exist are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from avalanche.training.templates import SupervisedTemplate
+from torch import Tensor, nn
+
+from became_avalanche import BecameMergePlugin, LeNet, Method, PathScan, RunSpec, Session, find_benchmark, scan_path
+from became_avalanche.files import look_up, write_atomically
+from became_avalanche.models.lrn import LocalResponseNorm
+from became_avalanche.results.scans import read_scan
+from became_avalanche.runs.method import MERGE_PLUGIN, MergeSettings
+from became_avalanche.runs.spec import Network
+from became_avalanche.strategy.protocols import StageAware
+
+RESULTS = Path(__file__).parent / "results" / "barrier"
+
+
+class Centred(nn.Module):
+    """Subtracts the mean pixel of CIFAR-100. Scrambled images mix the colours, so all channels have the same mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Centre images with pixels between 0 and 1."""
+        return x - 0.478
+
+
+class CentredLeNet(LeNet):
+    """LeNet that centres its images."""
+
+    def __init__(self, **options: Any) -> None:
+        """Init, with the options of ``LeNet``."""
+        super().__init__(**options)
+        self.features = nn.Sequential(Centred(), *self.features)
+
+
+class BatchNormLeNet(LeNet):
+    """LeNet with batch normalisation instead of local response normalisation."""
+
+    def __init__(self, **options: Any) -> None:
+        """Init, with the options of ``LeNet``."""
+        super().__init__(**options)
+        widths = iter((20, 50))
+        for i, layer in enumerate(self.features):
+            if isinstance(layer, LocalResponseNorm):
+                self.features[i] = nn.BatchNorm2d(next(widths), track_running_stats=False)
+
+
+class LowerRate(BecameMergePlugin, StageAware):
+    """Starts stage 2 with a tenth of the learning rate, which ``PlateauPlugin`` restores after the task."""
+
+    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
+        """Lower the learning rate, which has just been reset."""
+        if stage == 2:
+            for group in strategy.optimizer.param_groups:
+                group["lr"] /= 10
+
+
+def preset(
+    seed: int, benchmark: str = "cifar100-superclass-scrambled", network: str = "lenet", plugin: str = MERGE_PLUGIN
+) -> RunSpec:
+    """Return two tasks of the preset, in the order of ``seed``."""
+    method = Method.parse("gpm+became", merge=MergeSettings(plugin=plugin))
+    own_network = Network(name=network, options={"head_bias": False})
+    return find_benchmark(benchmark).spec(method, seed, n_tasks=2, network=own_network)
+
+
+VARIANTS: Mapping[str, Callable[[int], RunSpec]] = {
+    "preset": preset,
+    "right-images": lambda seed: preset(seed, benchmark="cifar100-superclass"),
+    "centred-pixels": lambda seed: preset(seed, network="experiments.barrier:CentredLeNet"),
+    "batch-normalisation": lambda seed: preset(seed, network="experiments.barrier:BatchNormLeNet"),
+    "lower-rate-in-stage-2": lambda seed: preset(seed, plugin="experiments.barrier:LowerRate"),
+}
+
+
+def measure(spec: RunSpec, data: str | None, n_samples: int | None) -> PathScan:
+    """Train a run and return the path of its last merge."""
+    session = Session(spec, data=data, keep="endpoints")
+    while not session.finished:
+        session.step()
+    merge = next(plugin for plugin in session.method_plugins if isinstance(plugin, BecameMergePlugin))
+    return scan_path(session.strategy, merge, session.stream.train_stream[: spec.n_tasks], n_samples=n_samples)
+
+
+def table(scans: Mapping[str, PathScan]) -> str:
+    """Return one row per merge, with training accuracies in percent."""
+    lines = [
+        "| variant | order | λ | new task: θ_GP | merged | θ̂ | barrier | old task: θ_GP | merged |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, scan in scans.items():
+        variant, seed = name.rsplit(".seed", 1)
+        old, new = ([100 * value for value in row] for row in (scan.accuracy[0], scan.accuracy[-1]))
+        merged_old, merged_new = (float(np.interp(scan.chosen, scan.coefficients, row)) for row in (old, new))
+        measured = (new[0], merged_new, new[-1], barrier(scan), old[0], merged_old)
+        values = (variant.replace("-", " "), seed, scan.chosen, *measured)
+        lines.append("| {} | {} | {:.2f} | {:.1f} | {:.1f} | {:.1f} | {:.2f} | {:.1f} | {:.1f} |".format(*values))
+    return "\n".join(lines)
+
+
+def barrier(scan: PathScan) -> float:
+    """Return how far the loss of the new task rises above the straight line between the losses of both ends."""
+    loss = scan.loss[-1]
+    return max(
+        value - (1 - coefficient) * loss[0] - coefficient * loss[-1]
+        for coefficient, value in zip(scan.coefficients, loss, strict=True)
+    )
+
+
+def main() -> None:
+    """Measure the missing variants and print the table."""
+    parser = argparse.ArgumentParser(description="What raises the barrier on the path of a merge of LeNet?")
+    parser.add_argument("--data", required=True, help="folder with cifar-100-python")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="names, separated by commas (default: all)")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds; each has another order (default: 1)")
+    parser.add_argument("--samples", type=int, default=1000, help="images per task for the path (default: 1000)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    scans = {}
+    for seed in range(arguments.seeds):
+        for variant in arguments.variants.split(","):
+            name = f"{variant}.seed{seed}"
+            path = arguments.out / f"{name}.json"
+            if not path.exists():
+                spec = look_up("variant", variant, VARIANTS)(seed)
+                write_atomically(path, measure(spec, arguments.data, arguments.samples).to_json())
+            scans[name] = read_scan(PathScan, path)
+            print(table({name: scans[name]}), flush=True)
+    print(table(scans))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+import pytest
+import torch
+from avalanche.logging import BaseLogger
+from avalanche.training import Naive
+from avalanche.training.plugins import EvaluationPlugin, SupervisedPlugin
+
+from became_avalanche import GPMPlugin, LeNet, MultiHeadMLP, PathScan, PlateauPlugin, split_digits
+from became_avalanche.models.lrn import LocalResponseNorm
+from experiments import barrier
+from experiments.barrier import VARIANTS, BatchNormLeNet, CentredLeNet, LowerRate, table
+
+
+def scan(loss, accuracy):
+    return PathScan(t=2, coefficients=[0, 0.5, 1], loss=loss, accuracy=accuracy, chosen=0.25, plasticity=1)
+
+
+def test_a_barrier_is_the_rise_above_the_straight_line_between_both_ends():
+    old, accuracy = [1.0, 2.0, 3.0], [[0.9, 0.8, 0.1], [0.6, 0.4, 0.8]]
+    assert barrier.barrier(scan([old, [2.0, 3.0, 1.0]], accuracy)) == pytest.approx(3.0 - (2.0 + 1.0) / 2)
+    assert barrier.barrier(scan([old, [2.0, 1.0, 1.0]], accuracy)) == 0
+    line = table({"right-images.seed2": scan([old, [2.0, 3.0, 1.0]], accuracy)}).splitlines()[-1]
+    assert line == "| right images | 2 | 0.25 | 60.0 | 50.0 | 80.0 | 1.50 | 90.0 | 85.0 |"
+
+
+def test_variants_of_lenet_change_one_layer():
+    x, plain, centred = torch.rand(2, 3, 32, 32), LeNet(head_bias=False), CentredLeNet(head_bias=False)
+    for own, other in zip(centred.parameters(), plain.parameters(), strict=True):
+        own.data.copy_(other)
+    torch.testing.assert_close(centred.features(x), plain.features(x - 0.478))
+    normalised = BatchNormLeNet(head_bias=False)
+    assert normalised.features(x).shape == (2, 500)
+    assert not any(isinstance(layer, LocalResponseNorm) for layer in normalised.modules())
+
+
+def test_only_stage_2_starts_with_a_lower_rate():
+    rates = []
+
+    class Rates(SupervisedPlugin):
+        def before_training_epoch(self, strategy, **kwargs):
+            rates.append(strategy.optimizer.param_groups[0]["lr"])
+
+    model = MultiHeadMLP()
+    strategy = Naive(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_mb_size=64,
+        plugins=[GPMPlugin(), LowerRate(), PlateauPlugin(), Rates()],
+        evaluator=EvaluationPlugin(loggers=[BaseLogger()]),
+    )
+    strategy.train(split_digits().train_stream[:3])
+    assert rates == pytest.approx([0.1, 0.1, 0.01, 0.1, 0.01])
+
+
+def test_variants_differ_from_the_preset_in_one_setting():
+    preset = VARIANTS["preset"](1).model_dump()
+    for name, variant in VARIANTS.items():
+        spec = variant(1).model_dump()
+        changed = {key for key in spec if spec[key] != preset[key]} - {"benchmark"}
+        assert len(changed) == (name != "preset")
