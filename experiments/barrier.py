@@ -17,16 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor, nn
 
 from became_avalanche import BecameMergePlugin, LeNet, Method, PathScan, RunSpec, Session, find_benchmark, scan_path
 from became_avalanche.files import look_up, write_atomically
 from became_avalanche.models.lrn import LocalResponseNorm
 from became_avalanche.results.scans import read_scan
-from became_avalanche.runs.method import MERGE_PLUGIN, MergeSettings
 from became_avalanche.runs.spec import Network
-from became_avalanche.strategy.protocols import StageAware
 
 RESULTS = Path(__file__).parent / "results" / "barrier"
 
@@ -60,21 +57,11 @@ class BatchNormLeNet(LeNet):
                 self.features[i] = nn.BatchNorm2d(next(widths), track_running_stats=False)
 
 
-class LowerRate(BecameMergePlugin, StageAware):
-    """Starts stage 2 with a tenth of the learning rate, which ``PlateauPlugin`` restores after the task."""
-
-    def on_stage_start(self, strategy: SupervisedTemplate, stage: int) -> None:
-        """Lower the learning rate, which has just been reset."""
-        if stage == 2:
-            for group in strategy.optimizer.param_groups:
-                group["lr"] /= 10
-
-
 def preset(
-    seed: int, benchmark: str = "cifar100-superclass-scrambled", network: str = "lenet", plugin: str = MERGE_PLUGIN
+    seed: int, benchmark: str = "cifar100-superclass-scrambled", network: str = "lenet", rate: float = 1.0
 ) -> RunSpec:
     """Return two tasks of the preset, in the order of ``seed``."""
-    method = Method.parse("gpm+became", merge=MergeSettings(plugin=plugin))
+    method = Method.parse("gpm+became", merge={"options": {"rate": rate}})
     own_network = Network(name=network, options={"head_bias": False})
     return find_benchmark(benchmark).spec(method, seed, n_tasks=2, network=own_network)
 
@@ -84,7 +71,7 @@ VARIANTS: Mapping[str, Callable[[int], RunSpec]] = {
     "right-images": lambda seed: preset(seed, benchmark="cifar100-superclass"),
     "centred-pixels": lambda seed: preset(seed, network="experiments.barrier:CentredLeNet"),
     "batch-normalisation": lambda seed: preset(seed, network="experiments.barrier:BatchNormLeNet"),
-    "lower-rate-in-stage-2": lambda seed: preset(seed, plugin="experiments.barrier:LowerRate"),
+    "lower-rate-in-stage-2": lambda seed: preset(seed, rate=0.1),
 }
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from math import isfinite
+from statistics import fmean
 from time import perf_counter
 from typing import Any, Literal, get_args
 
 import torch
+from avalanche.training.plugins import LRSchedulerPlugin
 from avalanche.training.templates import SupervisedTemplate
 from torch import Tensor
 
@@ -90,6 +92,7 @@ class BecameMergePlugin(StagedPlugin):
         rule: str | Rule = "became",
         fisher: str | Fisher = "batched",
         epochs: int | None = None,
+        rate: float = 1.0,
         candidate: Candidate = "best",
         buffers: Buffers = "merged",
         new_head: NewHead = "candidate",
@@ -107,6 +110,8 @@ class BecameMergePlugin(StagedPlugin):
         :param fisher: how the Fisher information is estimated: "batched", "batched-sampled", "batched-argmax",
             "empirical", "sampled" or "exact"; or a ``Fisher``, which has more options.
         :param epochs: epochs of stage 2; None for the strategy's ``train_epochs``.
+        :param rate: learning rate of stage 2, as a fraction of that of stage 1. Without projection the loss is more
+            curved, so a rate that suits stage 1 can be too high for stage 2; a warning then says so.
         :param candidate: which weights of the free stage are ``θ̂`` if a plugin such as ``PlateauPlugin`` restores the
             best weights: "best", or "last" for the weights after the last step.
         :param buffers: "merged" interpolates floating-point buffers (running statistics) with λ; "base" keeps all
@@ -129,6 +134,8 @@ class BecameMergePlugin(StagedPlugin):
             raise ValueError(
                 f"epochs of stage 2 must be at least 1, or None for the strategy's train_epochs; got {epochs}"
             )
+        if not (rate > 0 and isfinite(rate)):
+            raise ValueError(f"rate is a fraction of the learning rate and must be above 0; got {rate}")
         settings: dict[str, Any] = {
             "fisher": fisher,
             "candidate": candidate,
@@ -150,6 +157,7 @@ class BecameMergePlugin(StagedPlugin):
         self.own_precision: bool = settings["own_precision"]
         self.train_own = train_own
         self.epochs = epochs
+        self.rate = rate
         self.keep_last_merge = keep_last_merge
         self.last_merge: MergeInputs | None = None
         """Inputs of the rule in the last merge, with ``keep_last_merge=True``."""
@@ -161,6 +169,7 @@ class BecameMergePlugin(StagedPlugin):
         """One record per merge. The first experience has none."""
         self._theta_previous: dict[str, Tensor] = {}
         self._frozen: set[str] = set()
+        self._first_losses: dict[int, list[Tensor]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later merges depend on, and the records of earlier merges."""
@@ -226,7 +235,7 @@ class BecameMergePlugin(StagedPlugin):
 
     @contextmanager
     def free_training(self, strategy: SupervisedTemplate, epochs: int | None = None) -> Iterator[None]:
-        """Return a context in which stages run without projection.
+        """Return a context in which stages run without projection, with the ``rate`` of this plugin.
 
         :param strategy: the strategy.
         :param epochs: epochs of each stage; None for the ``epochs`` option of this plugin.
@@ -236,11 +245,13 @@ class BecameMergePlugin(StagedPlugin):
         with projections_suspended(strategy):
             try:
                 strategy.train_epochs = epochs or self.epochs or train_epochs
+                self._rate_factor = self.rate
                 for parameter in own:
                     parameter.requires_grad_(False)
                 yield
             finally:
                 strategy.train_epochs = train_epochs
+                self._rate_factor = 1.0
                 for parameter in own:
                     parameter.requires_grad_(True)
 
@@ -262,6 +273,27 @@ class BecameMergePlugin(StagedPlugin):
             )
         self._frozen |= {name for name, _ in strategy.model.named_parameters()} - parameters.keys()
         self._theta_previous = snapshot(strategy)
+        self._first_losses = {}
+
+    def before_training(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().before_training(strategy, **kwargs)
+        if self.rate == 1:
+            return
+        if not any(isinstance(plugin, Suspendable) for plugin in strategy.plugins):
+            raise ValueError(
+                f"{type(self).__name__}(rate={self.rate}) changes the learning rate of stage 2, but without a "
+                "projection plugin there is only one stage: leave out rate"
+            )
+        if any(isinstance(plugin, LRSchedulerPlugin) for plugin in strategy.plugins):
+            raise ValueError(
+                f"{type(self).__name__}(rate={self.rate}) changes the learning rate of stage 2, which "
+                "LRSchedulerPlugin sets: remove one of them, or use PlateauPlugin instead of LRSchedulerPlugin"
+            )
+
+    def after_training_iteration(self, strategy: SupervisedTemplate, **kwargs: Any) -> None:
+        super().after_training_iteration(strategy, **kwargs)
+        if strategy.clock.train_exp_epochs == 0:
+            self._first_losses.setdefault(self._stage, []).append(strategy.loss.detach())
 
     def run_stages(self, strategy: SupervisedTemplate, run: Callable[[int], None], **kwargs: Any) -> None:
         num_workers = kwargs.get("num_workers", 0)
@@ -279,11 +311,24 @@ class BecameMergePlugin(StagedPlugin):
                 _refuse_divergence(theta_gp, self.t + 1)
             with back_to(strategy, theta_gp), self.free_training(strategy), self._keeping_candidate(strategy):
                 run(2)
+            self._warn_if_unstable()
         else:
             with self._keeping_candidate(strategy):
                 run(1)
         inputs = self._merge(strategy, theta_previous, theta_gp, num_workers)
         self.on_merged(strategy, inputs, run)
+
+    def _warn_if_unstable(self) -> None:
+        """Warn if the loss rose in the first epoch of stage 2, above the loss of the first epoch of stage 1."""
+        first, second = ([float(loss) for loss in self._first_losses.pop(stage, [])] for stage in (1, 2))
+        if first and second and second[0] < fmean(first) < fmean(second):
+            warnings.warn(
+                f"stage 2 of task {self.t + 1} was unstable: in its first epoch the loss rose from {second[0]:.3g} to "
+                f"{fmean(second):.3g} on average, above the {fmean(first):.3g} of the first epoch of stage 1; the "
+                "merge may lose what both stages have learned. Lower the learning rate of stage 2: "
+                f"{type(self).__name__}(rate=0.1)",
+                stacklevel=2,
+            )
 
     def _merge(
         self,

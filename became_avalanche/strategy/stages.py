@@ -33,6 +33,7 @@ class StagedPlugin(TaskPlugin, ABC):
         """Number of tasks learned."""
         self._task_is_open = False
         self._stage = 1
+        self._rate_factor = 1.0
 
     def reset(self) -> None:
         super().reset()
@@ -75,12 +76,13 @@ class StagedPlugin(TaskPlugin, ABC):
                 if stage > 1:
                     controls.restart()
                 self._stage = stage
-                for plugin in strategy.plugins:
-                    if isinstance(plugin, StageAware):
-                        plugin.on_stage_start(strategy, stage)
-                if stage > 1:
-                    controls.evaluate()
-                train_exp(experience, [], **kwargs)
+                with _scaled_rates(strategy, self._rate_factor):
+                    for plugin in strategy.plugins:
+                        if isinstance(plugin, StageAware):
+                            plugin.on_stage_start(strategy, stage)
+                    if stage > 1:
+                        controls.evaluate()
+                    train_exp(experience, [], **kwargs)
                 strategy._stop_training = False  # otherwise a stop in the last epoch would skip the next stage
 
             if not self._task_is_open:
@@ -129,6 +131,22 @@ class _Controls:
         for plugin in self.strategy.plugins:
             if isinstance(plugin, PeriodicEval):
                 plugin.before_training(self.strategy)
+
+
+@contextmanager
+def _scaled_rates(strategy: SupervisedTemplate, factor: float) -> Iterator[None]:
+    """Multiply all learning rates by ``factor`` until the context ends."""
+
+    def scale(by: float) -> None:
+        if factor != 1:
+            for group in strategy.optimizer.param_groups:
+                group["lr"] = group["lr"] * by
+
+    scale(factor)
+    try:
+        yield
+    finally:
+        scale(1 / factor)
 
 
 @contextmanager

@@ -1,13 +1,10 @@
 import pytest
 import torch
-from avalanche.logging import BaseLogger
-from avalanche.training import Naive
-from avalanche.training.plugins import EvaluationPlugin, SupervisedPlugin
 
-from became_avalanche import GPMPlugin, LeNet, MultiHeadMLP, PathScan, PlateauPlugin, split_digits
+from became_avalanche import LeNet, PathScan
 from became_avalanche.models.lrn import LocalResponseNorm
 from experiments import barrier
-from experiments.barrier import VARIANTS, BatchNormLeNet, CentredLeNet, LowerRate, table
+from experiments.barrier import VARIANTS, BatchNormLeNet, CentredLeNet, table
 
 
 def scan(loss, accuracy):
@@ -30,25 +27,6 @@ def test_variants_of_lenet_change_one_layer():
     normalised = BatchNormLeNet(head_bias=False)
     assert normalised.features(x).shape == (2, 500)
     assert not any(isinstance(layer, LocalResponseNorm) for layer in normalised.modules())
-
-
-def test_only_stage_2_starts_with_a_lower_rate():
-    rates = []
-
-    class Rates(SupervisedPlugin):
-        def before_training_epoch(self, strategy, **kwargs):
-            rates.append(strategy.optimizer.param_groups[0]["lr"])
-
-    model = MultiHeadMLP()
-    strategy = Naive(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_mb_size=64,
-        plugins=[GPMPlugin(), LowerRate(), PlateauPlugin(), Rates()],
-        evaluator=EvaluationPlugin(loggers=[BaseLogger()]),
-    )
-    strategy.train(split_digits().train_stream[:3])
-    assert rates == pytest.approx([0.1, 0.1, 0.01, 0.1, 0.01])
 
 
 def test_variants_differ_from_the_preset_in_one_setting():

@@ -373,6 +373,10 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
             ),
             ('if self.buffers == "base":', "if False:", "tests/plugins/test_reference.py tests/plugins/test_merge.py"),
             ("if epochs is not None and epochs < 1:", "if False:"),
+            ("if not (rate > 0 and isfinite(rate)):", "if False:", "tests/plugins/test_stages.py"),
+            ("self._rate_factor = self.rate", "pass", "tests/plugins/test_stages.py"),
+            ("if self.rate == 1:", "if True:", "tests/plugins/test_stages.py"),
+            ("second[0] < fmean(first) < fmean(second):", "False:", "tests/plugins/test_stages.py"),
         ],
     ),
     "plugins/connector.py": (
@@ -383,6 +387,7 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
             ("self.distillation * F.mse_loss(", "2 * self.distillation * F.mse_loss("),
         ],
     ),
+    "strategy/stages.py": ("tests/plugins/test_stages.py", [("        scale(1 / factor)", "        pass")]),
     "strategy/state.py": (
         "tests/plugins/test_owner.py",
         [

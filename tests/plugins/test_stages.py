@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+import warnings
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from became_avalanche import (
     AccuracyMatrix,
     BecameMergePlugin,
     GPMPlugin,
+    PlateauPlugin,
 )
 from tests.helpers import (
     CONV_SHAPE,
@@ -337,3 +339,47 @@ def test_a_wrapper_that_was_never_called_does_no_harm():
     strategy.train(second)
     assert len(merge.merges) == 1
     assert "_train_exp" not in vars(strategy)
+
+
+@pytest.mark.parametrize("plateau", [True, False])
+def test_stage_2_has_its_own_learning_rate(plateau):
+    rates, restored = [], [PlateauPlugin(patience=1, factor=2)] if plateau else []
+    spy = Spy(
+        on_stage_start=lambda s, stage: rates.append((stage, s.optimizer.param_groups[0]["lr"])),
+        after_training_exp=lambda s: rates.append(("end", s.optimizer.param_groups[0]["lr"])),
+    )
+    torch.manual_seed(0)
+    model = mlp()
+    plugins = [GPMPlugin(), BecameMergePlugin(rate=0.25), *restored, spy]
+    naive(model, plugins, torch.optim.SGD(model.parameters(), lr=0.1)).train(blobs().train_stream)
+    later = [(1, 0.1), (2, 0.025), ("end", 0.1)]
+    assert rates == [(1, 0.1), ("end", 0.1), *later, *later]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+def test_a_rate_that_would_have_no_effect_is_refused_before_the_training():
+    with pytest.raises(ValueError, match="must be above 0; got -1"):
+        BecameMergePlugin(rate=-1)
+    model = mlp()
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
+    for plugins, error in (
+        ([], "without a projection plugin there is only one stage: leave out rate"),
+        ([GPMPlugin(), SCHEDULES["step"](optimizer)], "which LRSchedulerPlugin sets: remove one of them"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            naive(model, [*plugins, BecameMergePlugin(rate=0.1)], optimizer).train(blobs().train_stream)
+    assert_same_weights(before, weights(model))
+
+
+@pytest.mark.parametrize(("rate", "unstable"), [(1, False), (200, True)])
+def test_a_stage_2_that_loses_what_stage_1_has_learned_is_named(rate, unstable):
+    torch.manual_seed(0)
+    model = mlp()
+    plugins = [GPMPlugin(), BecameMergePlugin(rate=rate)]
+    strategy = naive(model, plugins, torch.optim.SGD(model.parameters(), lr=0.1), train_epochs=10, train_mb_size=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.train(blobs(n_tasks=2).train_stream)
+    named = [str(warning.message) for warning in caught if "was unstable" in str(warning.message)]
+    assert len(named) == unstable
+    assert all(text.startswith("stage 2 of task 2") and text.endswith("BecameMergePlugin(rate=0.1)") for text in named)
