@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpm+became (eval mode)": {"options": {"fisher": {"name": "batched", "mode": "eval"}}},
     "gpm+became (batched-sampled)": {"options": {"fisher": "batched-sampled"}},
     "gpm+became (head apart)": {"plugin": HEAD_APART},
+    "gpm+became (rate 0.1)": {"options": {"rate": 0.1}},
     "gpm+became (batched-sampled and head apart)": {"plugin": HEAD_APART, "options": {"fisher": "batched-sampled"}},
 }
 """Variants of the merge that ``--methods`` also accepts, and their settings."""

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 from PIL import Image
 
@@ -29,7 +30,7 @@ from became_avalanche.results.figures import FIGURES as FIGURES_OF_RECORDS
 from became_avalanche.results.figures import comparison_figure, landscape_figure, path_figure
 from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.record import Record, read_records, with_joint
-from became_avalanche.results.scans import Landscape, PathScan, read_scans
+from became_avalanche.results.scans import Landscape, PathScan, read_scan, read_scans
 from became_avalanche.results.statistics import Spread
 from became_avalanche.results.tables import FORMATS, Gain, budget, gains, gains_over, in_order, table, text_gains
 from became_avalanche.runs.catalogue import BENCHMARKS
@@ -176,6 +177,38 @@ def merges(prefix: Path) -> str:
     return _block(table([json.loads(path.read_text()) for path in files]))
 
 
+def stages(study: Path) -> str:
+    """Return the training losses between the stages of each method that has two, as means over tasks and seeds.
+
+    Stage 2 of a task is unstable if its first epoch has a higher loss than the first epoch of stage 1.
+    """
+    losses: dict[str, list[list[list[float]]]] = {}
+    for record in records_in(study):
+        losses.setdefault(record.label, []).extend(
+            [stage.training_loss for stage in task.stages] for task in record.tasks if len(task.stages) == 2
+        )
+    lines = [
+        "| method | stage 1, last epoch | stage 2, first epoch | stage 2, last epoch | unstable |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for label, tasks in losses.items():
+        if tasks:
+            columns = ((one[-1] for one, _ in tasks), (two[0] for _, two in tasks), (two[-1] for _, two in tasks))
+            unstable = sum(two[0] > one[0] for one, two in tasks)
+            means = " | ".join(f"{fmean(column):.2f}" for column in columns)
+            lines.append(f"| {label} | {means} | {unstable} of {len(tasks)} tasks |")
+    return "\n".join(lines)
+
+
+def barrier(folder: Path) -> str:
+    """Return the paths of all variants in a folder."""
+    from experiments.barrier import VARIANTS, table
+
+    seeds = sorted({path.name.split(".")[1] for path in folder.iterdir()})
+    files = [folder / f"{variant}.{seed}.json" for seed in seeds for variant in VARIANTS]
+    return table({path.stem: read_scan(PathScan, path) for path in files if path.exists()})
+
+
 def memory(sizes: Path) -> str:
     """Return the memory that each method holds between tasks."""
     from experiments.memory import table
@@ -212,6 +245,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "paths": paths,
     "pretrained": pretrained,
     "merges": merges,
+    "stages": stages,
+    "barrier": barrier,
     "memory": memory,
     "layers": layers,
     "benchmarks": benchmarks,

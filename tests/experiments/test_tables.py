@@ -172,3 +172,16 @@ def test_every_figure_is_in_the_docs_with_its_command_and_small():
         assert f"]({path.relative_to(ROOT / 'docs')})" in page
         assert f"--figure {name}" in page
         assert path.stat().st_size < 150_000
+
+
+def test_losses_between_stages_are_means_over_the_tasks_with_two_stages():
+    study = ROOT / "experiments" / "studies" / "cifar100-superclass-scrambled.toml"
+    run = next(run for run in records_in(study) if run.label == "gpm+became")
+    pairs = [[stage.training_loss for stage in task.stages] for task in run.tasks[1:]]
+    first = sum(stages[1][0] for stages in pairs) / 19
+    unstable = sum(stages[1][0] > stages[0][0] for stages in pairs)
+    row = next(line for line in tables.stages(study).splitlines() if line.startswith("| gpm+became |"))
+    assert row.split(" | ")[2] == f"{first:.2f}"
+    assert row.endswith(f" {unstable} of 19 tasks |")
+    assert unstable > 0
+    assert "| gpm |" not in tables.stages(study)  # has no second stage
