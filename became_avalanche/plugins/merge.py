@@ -48,6 +48,10 @@ REFERENCE: dict[str, Any] = {
 """Settings of ``BecameMergePlugin(reference=True)``: those of public scripts that match the paper."""
 
 
+UNSTABLE = 1.1
+"""Stage 2 is called unstable if its first epoch has this many times the loss of the first epoch of stage 1."""
+
+
 class BecameMergePlugin(StagedPlugin):
     """Trains each experience twice, with and without projection, and merges both weight vectors in closed form.
 
@@ -319,9 +323,9 @@ class BecameMergePlugin(StagedPlugin):
         self.on_merged(strategy, inputs, run)
 
     def _warn_if_unstable(self) -> None:
-        """Warn if the loss rose in the first epoch of stage 2, above the loss of the first epoch of stage 1."""
+        """Warn if the loss rose in the first epoch of stage 2, well above the loss of the first epoch of stage 1."""
         first, second = ([float(loss) for loss in self._first_losses.pop(stage, [])] for stage in (1, 2))
-        if first and second and second[0] < fmean(first) < fmean(second):
+        if first and second and second[0] < fmean(first) < fmean(second) / UNSTABLE:
             warnings.warn(
                 f"stage 2 of task {self.t + 1} was unstable: in its first epoch the loss rose from {second[0]:.3g} to "
                 f"{fmean(second):.3g} on average, above the {fmean(first):.3g} of the first epoch of stage 1; the "

@@ -30,7 +30,8 @@ def test_the_classifier_makes_room_for_heads_and_statistics_stay(tmp_path):
 
 def test_methods_and_variants_of_the_merge_are_chosen_by_name():
     assert [chosen_method(name).shown for name in (*METHODS, *VARIANTS)] == [*METHODS, *VARIANTS]
-    still, drawn, apart, both = (chosen_method(name).make_plugins()[-1] for name in VARIANTS)
+    still, drawn, apart, slower, both = (chosen_method(name).make_plugins()[-1] for name in VARIANTS)
     assert (still.fisher.name, still.fisher.mode) == ("batched", "eval")
     assert [merge.fisher.name for merge in (drawn, apart, both)] == ["batched-sampled", "batched", "batched-sampled"]
+    assert (still.rate, slower.rate) == (1, 0.1)
     assert [type(merge).__name__ for merge in (drawn, apart, both)] == ["BecameMergePlugin", "HeadApart", "HeadApart"]
