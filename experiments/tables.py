@@ -159,11 +159,16 @@ def paths(scans: Path) -> str:
     return _block(table(json.loads(scans.read_text())))
 
 
-def pretrained(folder: Path) -> str:
-    """Return ACC and BWT of the runs of ``experiments/pretrained.py`` in a folder, and their gains."""
+def pretrained_records(folder: Path) -> list[Record]:
+    """Return the records of ``experiments/pretrained.py`` in a folder, in the order of the methods."""
     from experiments.pretrained import METHODS
 
-    records = in_order(read_records(folder), METHODS)
+    return in_order(read_records(folder), METHODS)
+
+
+def pretrained(folder: Path) -> str:
+    """Return ACC and BWT of the runs of ``experiments/pretrained.py`` in a folder, and their gains."""
+    records = pretrained_records(folder)
     return _block(table(records).text(), text_gains(gains(records)))
 
 
@@ -177,26 +182,27 @@ def merges(prefix: Path) -> str:
     return _block(table([json.loads(path.read_text()) for path in files]))
 
 
-def stages(study: Path) -> str:
+def stages(source: Path) -> str:
     """Return the training losses between the stages of each method that has two, as means over tasks and seeds.
 
-    Stage 2 of a task is unstable if its first epoch has a higher loss than the first epoch of stage 1.
+    The source is a study, or the folder of runs of ``experiments/pretrained.py``. The last
+    column counts the tasks in which the first epoch of stage 2 has a higher loss than the first epoch of stage 1.
     """
     losses: dict[str, list[list[list[float]]]] = {}
-    for record in records_in(study):
+    for record in records_in(source) if source.is_file() else pretrained_records(source):
         losses.setdefault(record.label, []).extend(
             [stage.training_loss for stage in task.stages] for task in record.tasks if len(task.stages) == 2
         )
     lines = [
-        "| method | stage 1, last epoch | stage 2, first epoch | stage 2, last epoch | unstable |",
+        "| method | stage 1, last epoch | stage 2, first epoch | stage 2, last epoch | above stage 1, first epoch |",
         "| --- | --- | --- | --- | --- |",
     ]
     for label, tasks in losses.items():
         if tasks:
             columns = ((one[-1] for one, _ in tasks), (two[0] for _, two in tasks), (two[-1] for _, two in tasks))
-            unstable = sum(two[0] > one[0] for one, two in tasks)
+            above = sum(two[0] > one[0] for one, two in tasks)
             means = " | ".join(f"{fmean(column):.2f}" for column in columns)
-            lines.append(f"| {label} | {means} | {unstable} of {len(tasks)} tasks |")
+            lines.append(f"| {label} | {means} | {above} of {len(tasks)} tasks |")
     return "\n".join(lines)
 
 

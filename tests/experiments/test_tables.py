@@ -179,9 +179,9 @@ def test_losses_between_stages_are_means_over_the_tasks_with_two_stages():
     run = next(run for run in records_in(study) if run.label == "gpm+became")
     pairs = [[stage.training_loss for stage in task.stages] for task in run.tasks[1:]]
     first = sum(stages[1][0] for stages in pairs) / 19
-    unstable = sum(stages[1][0] > stages[0][0] for stages in pairs)
+    above = sum(stages[1][0] > stages[0][0] for stages in pairs)
     row = next(line for line in tables.stages(study).splitlines() if line.startswith("| gpm+became |"))
     assert row.split(" | ")[2] == f"{first:.2f}"
-    assert row.endswith(f" {unstable} of 19 tasks |")
-    assert unstable > 0
+    assert row.endswith(f" {above} of 19 tasks |")
+    assert above > 0
     assert "| gpm |" not in tables.stages(study)  # has no second stage
