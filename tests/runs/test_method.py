@@ -119,6 +119,7 @@ def test_defaults_are_written_out_and_left_out():
     assert whole.merge.options == {
         "fisher": "batched",
         "epochs": None,
+        "rate": 1.0,
         "candidate": "best",
         "buffers": "merged",
         "new_head": "candidate",
