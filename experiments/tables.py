@@ -185,8 +185,8 @@ def merges(prefix: Path) -> str:
 def stages(source: Path) -> str:
     """Return the training losses between the stages of each method that has two, as means over tasks and seeds.
 
-    The source is a study, or the folder of runs of ``experiments/pretrained.py``. The last
-    column counts the tasks in which the first epoch of stage 2 has a higher loss than the first epoch of stage 1.
+    The last column counts the tasks in which the first epoch of stage 2 has a higher loss than the first epoch of
+    stage 1. The source is a study, or the folder of runs of ``experiments/pretrained.py``.
     """
     losses: dict[str, list[list[list[float]]]] = {}
     for record in records_in(source) if source.is_file() else pretrained_records(source):
