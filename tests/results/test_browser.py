@@ -113,6 +113,31 @@ def test_page_fits_and_follows_the_system(browser, file, width, scheme):
         charts = "[...document.querySelectorAll('figure svg[width]')]"
         scales = ask(browser, f"{charts}.map((e) => e.clientWidth / e.viewBox.baseVal.width)")
         assert scales == pytest.approx([1] * 4, abs=0.01)  # drawn for this width, not scaled
+        assert overlapping_texts(browser) == []
+
+
+def overlapping_texts(browser):
+    """Return the pairs of texts in a chart whose boxes overlap."""
+    return ask(
+        browser,
+        """[...document.querySelectorAll("figure svg[width]")].flatMap((chart) => {
+          const texts = [...chart.querySelectorAll("text")].map((e) => [e.textContent, e.getBoundingClientRect()]);
+          return texts.flatMap(([one, a], i) => texts.slice(i + 1)
+            .filter(([, b]) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+            .map(([other]) => `${one} / ${other}`));
+        })""",
+    )
+
+
+def test_long_numbers_stay_clear_of_the_axis_title(browser, tmp_path):
+    run = made_up("gpm", 0, 2)
+    run = run.model_copy(update={"accuracy": {"test": [[0.925, None], [0.924, 0.927]]}})
+    page = tmp_path / "report.html"
+    page.write_text(report([run], "mine"), encoding="utf-8")
+    with opened(browser, page):
+        ticks = texts(browser, "#accuracy-1 .plot svg text")
+        assert max(len(text) for text in ticks if text[0].isdigit()) >= 4
+        assert overlapping_texts(browser) == []
 
 
 def contrast(browser, selector):

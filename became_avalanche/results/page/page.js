@@ -103,7 +103,8 @@
     const figure = el("figure", { class: "chart", id },
       el("h3", {}, caption), ...controls, el("div", { class: "split" }, plot, readout),
       el("details", {}, el("summary", {}, "Data of this chart"), numbers));
-    let now, cursor, toX;
+    const [right, top, bottom] = [12, 10, 42];
+    let now, cursor, toX, left;
 
     function move(x) {
       cursor = Math.min(now.to, Math.max(now.from, Math.round(x)));
@@ -124,7 +125,6 @@
       now = get();
       if (cursor === undefined || cursor > now.to || cursor < now.from) cursor = now.to;
       const width = Math.max(260, plot.clientWidth || 640), height = Math.round(Math.min(360, Math.max(230, width * 0.5)));
-      const [left, right, top, bottom] = [46, 12, 10, 42];
       const points = now.series.flatMap((series) => series.points.filter(([, mean]) => mean !== null));
       const banded = now.series.length <= BANDS;
       const [least, most] = now.limits;
@@ -132,6 +132,7 @@
       const all = [...points.flatMap(([, mean, std]) => [mean, ...(banded ? [-std, +std].map((by) => within(mean + by)) : [])]), ...now.include];
       const marks = ticks(all.length ? Math.min(...all) : 0, all.length ? Math.max(...all) : 1, 5);
       const [low, high] = [marks[0], marks[marks.length - 1]];
+      left = 24 + 8 * Math.max(...marks.map((y) => String(y).length));
       toX = (x) => left + (width - left - right) * (now.to === now.from ? 0.5 : (x - now.from) / (now.to - now.from));
       const toY = (y) => top + (height - top - bottom) * (high - y) / (high - low || 1);
       const every = Math.ceil((now.to - now.from + 1) / Math.max(2, Math.floor(width / 45)));
@@ -173,7 +174,7 @@
 
     plot.addEventListener("pointermove", (event) => {
       const box = plot.getBoundingClientRect();
-      move(now.from + (now.to - now.from) * (event.clientX - box.left - 46) / (box.width - 58));
+      move(now.from + (now.to - now.from) * (event.clientX - box.left - left) / (box.width - left - right));
     });
     plot.addEventListener("keydown", (event) => {
       const target = { ArrowLeft: cursor - 1, ArrowDown: cursor - 1, ArrowRight: cursor + 1, ArrowUp: cursor + 1, Home: now.from, End: now.to }[event.key];
