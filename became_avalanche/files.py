@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -73,9 +74,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def sealed_json(content: Mapping[str, Any]) -> str:
-    """Return JSON text with a checksum of its content, so that later changes of the file are noticed."""
+    """Return JSON text with a checksum of its content, so that later changes of the file are noticed.
+
+    Each list of numbers is on one line.
+    """
     sealed = {**content, "sha256": _checksum(content)}
-    return json.dumps(sealed, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json.dumps(sealed, indent=1, allow_nan=False, ensure_ascii=False)
+    return _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), text) + "\n"
+
+
+_NUMBERS = re.compile(r"(?<=\[)\n[^][{}\"]+(?=\])")
+"""What is between the brackets of a list of numbers. It starts with a line break, which JSON strings cannot contain."""
 
 
 def unsealed(text: str | bytes, where: str, what: str, schema: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Trace(SupervisedPlugin, StageAware):
         if self.plateau is not None:
             stage["validation_loss"].append(finite(self.plateau.last_loss))
         stage["learning_rate"].append(self._rate)
-        stage["seconds"].append(perf_counter() - self._start)
+        stage["seconds"].append(round(perf_counter() - self._start, 4))
         if len(self.stages) == 1 and stage["epochs"] == 1 and self.first_epoch_data is not None:
             self.first_epoch_accuracy = _accuracy(strategy, self.first_epoch_data(strategy.experience))
         self.report("epoch", len(self.stages), stage)
