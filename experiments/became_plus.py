@@ -2,7 +2,7 @@
 
     became study experiments/studies/became-plus-split-digits.toml
 
-The results are in docs/merging.md. Variants that are options of ``BecameMergePlugin``, such as the exact Fisher
+The results are in docs/merging-results.md. Variants that are options of ``BecameMergePlugin``, such as the exact Fisher
 information, are set as options in the study files.
 """
 

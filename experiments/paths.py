@@ -4,7 +4,7 @@
 
 AlexNet on the first five tasks of 20-Split CIFAR-100 with GPM and BECAME, each stage to a plateau or to so many epochs:
 four merges. FOLDER holds torchvision's `cifar-100-python`. Writes paths.json and paths.png to runs/paths, or to --out.
-The scans in experiments/results/paths are those of docs/merging.md.
+The scans in experiments/results/paths are those of docs/merging-results.md.
 
 `batched` is the estimator that made the merges. Each of the others accumulates a precision of its own. The network
 normalises with the statistics of the batch, where gradients of single samples do not exist. So `empirical`, `sampled`

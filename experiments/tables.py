@@ -18,7 +18,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +32,7 @@ from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.record import Record, read_records, with_joint
 from became_avalanche.results.scans import Landscape, PathScan, read_scan, read_scans
 from became_avalanche.results.statistics import Spread
-from became_avalanche.results.tables import FORMATS, Gain, budget, gains, gains_over, in_order, table, text_gains
+from became_avalanche.results.tables import FORMATS, Gain, budget, gains, gains_over, in_order, table
 from became_avalanche.runs.catalogue import BENCHMARKS
 from became_avalanche.runs.store import Store
 from became_avalanche.runs.study import Study, status_of
@@ -61,29 +61,54 @@ def records_in(study: Path) -> list[Record]:
 
 def comparison(study: Path) -> str:
     """Return ACC and BWT of all methods, and the gains over baseline and control."""
-    records = records_in(study)
-    return _block(table(records).text(), text_gains(gains(records)))
+    return _with_references(records_in(study))
+
+
+def _with_references(records: Sequence[Record]) -> str:
+    found = gains(records)
+    columns = {
+        heading: [gain for gain in found if gain.kind == kind]
+        for heading, kind in (("over the method alone", "baseline"), ("over equal training", "control"))
+    }
+    return _with_gains(records, ("acc", "bwt", "epochs"), columns)
 
 
 def trials(study: Path) -> str:
     """Return the validation accuracy of all variants of the merge, and their gains over BECAME and equal training."""
     records = records_in(study)
-    over = [text_gains(gains_over(records, label, "valid_acc")) for label in ("became", "gpm-2x")]
-    return _block(table(records, ("valid_acc", "acc", "epochs")).text(), *over)
+    columns = {
+        "over became": gains_over(records, "became", "valid_acc"),
+        "over equal training": gains_over(records, "gpm-2x", "valid_acc"),
+    }
+    return _with_gains(records, ("valid_acc", "acc", "epochs"), columns)
 
 
 def choices(study: Path) -> str:
     """Return the validation accuracy of all settings of the merge, and their gains over the first setting."""
     records = records_in(study)
     first = next(record.label for record in records if "+" in record.method)
-    over = text_gains(gains_over(records, first, "valid_acc"))
-    return _block(table(records, ("valid_acc", "acc", "bwt", "coefficient", "epochs")).text(), over)
+    columns = {f"over *{first}*": gains_over(records, first, "valid_acc")}
+    return _with_gains(records, ("valid_acc", "acc", "bwt", "coefficient", "epochs"), columns)
 
 
-def became_gains(study: Path) -> str:
-    """Return the gains of BECAME over each method and over equal training."""
-    became = [gain for gain in gains(records_in(study)) if gain.label.endswith("+became")]
-    return _block(text_gains(became))
+def _with_gains(records: Sequence[Record], metrics: Sequence[str], columns: Mapping[str, Sequence[Gain]]) -> str:
+    """Return a table of metrics, with columns of gains after the first metric, and notes about missing runs."""
+    shown = table(records, metrics)
+    of_label = {heading: {gain.label: gain.short() for gain in own} for heading, own in columns.items() if own}
+    values = [metric.heading for metric in shown.metrics]
+    rows = []
+    for row in shown.rows:
+        first, *others = [FORMATS[metric.unit].cell(row.values[metric.name]) for metric in shown.metrics]
+        own = [of_label[heading].get(row.label, "") for heading in of_label]
+        rows.append([row.label, *(cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in (first, *own, *others))])
+    text = _markdown(["method", values[0], *of_label, *values[1:]], rows)
+    notes = "; ".join(shown.notes())
+    return f"{text}\n\n{notes}." if notes else text
+
+
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def summary(studies: Path) -> str:
@@ -96,15 +121,11 @@ def summary(studies: Path) -> str:
         for gain in gains(records):
             if gain.label.endswith("+became"):
                 rows.setdefault((data, gain.label), {}).setdefault(gain.kind, gain)
-    lines = [
-        "| benchmark | method | seeds | over the method alone | over equal training |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for (data, label), own in rows.items():
         over = [own[kind].short().replace(" ", "\N{NO-BREAK SPACE}") for kind in ("baseline", "control")]
-        cells = [data, label.removesuffix("+became"), str(own["control"].paired.gain.n), *over]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([data, label.removesuffix("+became"), str(own["control"].paired.gain.n), *over])
+    return _markdown(["benchmark", "method", "seeds", "over the method alone", "over equal training"], lines)
 
 
 SUMMARY = (
@@ -129,10 +150,7 @@ PUBLISHED = (
 
 def reported(studies: Path) -> str:
     """Return ACC of all methods in the studies ``PUBLISHED`` that the paper has results for, next to these."""
-    lines = [
-        "| benchmark | method | ACC % | paper | difference | ours differs in |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     style = FORMATS[METRICS["acc"].unit]
     for stem in PUBLISHED:
         records = records_in(studies / f"{stem}.toml")
@@ -142,8 +160,8 @@ def reported(studies: Path) -> str:
             if ours is not None and paper is not None:
                 cells = [style.cell(ours), style.cell(paper), difference(ours, paper)]
                 cells = [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells]
-                lines.append(f"| {' | '.join([records[0].benchmark, row.label, *cells, shown.difference])} |")
-    return "\n".join(lines)
+                lines.append([records[0].benchmark, row.label, *cells, shown.difference])
+    return _markdown(["benchmark", "method", "ACC %", "paper", "difference", "ours differs in"], lines)
 
 
 def difference(ours: Spread, paper: Spread) -> str:
@@ -168,8 +186,7 @@ def pretrained_records(folder: Path) -> list[Record]:
 
 def pretrained(folder: Path) -> str:
     """Return ACC and BWT of the runs of ``experiments/pretrained.py`` in a folder, and their gains."""
-    records = pretrained_records(folder)
-    return _block(table(records).text(), text_gains(gains(records)))
+    return _with_references(pretrained_records(folder))
 
 
 def merges(prefix: Path) -> str:
@@ -193,17 +210,15 @@ def stages(source: Path) -> str:
         losses.setdefault(record.label, []).extend(
             [stage.training_loss for stage in task.stages] for task in record.tasks if len(task.stages) == 2
         )
-    lines = [
-        "| method | stage 1, last epoch | stage 2, first epoch | stage 2, last epoch | above stage 1, first epoch |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = []
     for label, tasks in losses.items():
         if tasks:
             columns = ((one[-1] for one, _ in tasks), (two[0] for _, two in tasks), (two[-1] for _, two in tasks))
             above = sum(two[0] > one[0] for one, two in tasks)
-            means = " | ".join(f"{fmean(column):.2f}" for column in columns)
-            lines.append(f"| {label} | {means} | {above} of {len(tasks)} tasks |")
-    return "\n".join(lines)
+            means = [f"{fmean(column):.2f}" for column in columns]
+            lines.append([label, *means, f"{above} of {len(tasks)} tasks"])
+    epochs = ["stage 1, last epoch", "stage 2, first epoch", "stage 2, last epoch"]
+    return _markdown(["method", *epochs, "above stage 1, first epoch"], lines)
 
 
 def barrier(folder: Path) -> str:
@@ -246,7 +261,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "reported": reported,
     "trials": trials,
     "choices": choices,
-    "gains": became_gains,
     "summary": summary,
     "paths": paths,
     "pretrained": pretrained,
