@@ -92,18 +92,18 @@ def choices(study: Path) -> str:
 
 
 def _with_gains(records: Sequence[Record], metrics: Sequence[str], columns: Mapping[str, Sequence[Gain]]) -> str:
-    """Return a table of metrics, with columns of gains after the first metric, and notes about missing runs."""
+    """Return a table of metrics, with columns of gains after the first metric, and of seeds if their numbers differ."""
     shown = table(records, metrics)
     of_label = {heading: {gain.label: gain.short() for gain in own} for heading, own in columns.items() if own}
     values = [metric.heading for metric in shown.metrics]
+    seeds = ["seeds"] if len({row.runs for row in shown.rows}) > 1 else []
     rows = []
     for row in shown.rows:
         first, *others = [FORMATS[metric.unit].cell(row.values[metric.name]) for metric in shown.metrics]
         own = [of_label[heading].get(row.label, "") for heading in of_label]
-        rows.append([row.label, *(cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in (first, *own, *others))])
-    text = _markdown(["method", values[0], *of_label, *values[1:]], rows)
-    notes = "; ".join(shown.notes())
-    return f"{text}\n\n{notes}." if notes else text
+        cells = [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in (first, *own, *others)]
+        rows.append([row.label, *(str(row.runs) for _ in seeds), *cells])
+    return _markdown(["method", *seeds, values[0], *of_label, *values[1:]], rows)
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

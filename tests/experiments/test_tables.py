@@ -1,5 +1,6 @@
 import json
 import re
+from collections import Counter
 from statistics import fmean
 
 import pytest
@@ -60,6 +61,17 @@ def test_the_gains_of_a_table_are_those_over_the_method_and_over_its_control():
         gain = fmean(acc["nscl+became"][seed] - value for seed, value in acc[reference].items())
         assert re.fullmatch(rf"{re.escape(f'{100 * gain:+.2f}')} \[\S+, \S+\]", rows["nscl+became"][column])
     assert not any(cell.strip() for row in ("nscl", "nscl-2x") for cell in rows[row][2:4])
+
+
+def test_a_table_says_how_many_seeds_each_method_has_if_they_differ():
+    folder = ROOT / "experiments" / "results" / "pretrained"
+    runs = Counter(record.label for record in tables.pretrained_records(folder))
+    assert len(set(runs.values())) > 1
+    heading, _, *rows = tables.pretrained(folder).splitlines()
+    assert heading.startswith("| method | seeds | ")
+    assert {cells[0]: int(cells[1]) for row in rows for cells in [row.strip("| ").split(" | ")]} == runs
+    same = tables.comparison(ROOT / "experiments" / "studies" / "permuted-digits-nscl-20.toml")
+    assert "| seeds |" not in same.splitlines()[0]
 
 
 def test_a_difference_from_the_paper_is_in_points_and_in_its_standard_deviations():
