@@ -21,12 +21,10 @@ import torch
 from avalanche.training.plugins import SupervisedPlugin
 from torch.nn import functional as F
 
-from became_avalanche import AlexNet, BecameMergePlugin, Fisher, Method, path_figure, scan_path
+from became_avalanche import AlexNet, BecameMergePlugin, Fisher, Method, find_benchmark, path_figure, scan_path
 from became_avalanche.merging.fisher import Batch, accumulate, zero_padded
 from became_avalanche.merging.rules import became
-from became_avalanche.runs.catalogue import SMALL
 from became_avalanche.runs.session import Session
-from became_avalanche.runs.spec import Stream
 
 PER_SAMPLE = ("empirical", "sampled", "exact")
 
@@ -86,15 +84,15 @@ class Paths(SupervisedPlugin):
 
 
 def main() -> None:
+    benchmark = find_benchmark("20-split-cifar100-cpu")
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True, help="folder with cifar-100-python")
     parser.add_argument("--tasks", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=SMALL.recipe.epochs)
+    parser.add_argument("--epochs", type=int, default=benchmark.recipe.epochs)
     parser.add_argument("--samples", type=int, default=500, help="per task, for the scan and the estimators")
     parser.add_argument("--out", type=Path, default=Path("runs/paths"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    benchmark = replace(SMALL, name="20-split-cifar100-cpu", stream=Stream(name="split-cifar100", n_tasks=20))
     method = Method.parse("gpm+became", merge={"options": {"fisher": {"name": "batched", "mode": "eval"}}})
     spec = benchmark.spec(method, n_tasks=arguments.tasks, max_epochs=arguments.epochs)
     paths = Paths(arguments.samples)

@@ -137,6 +137,14 @@ def test_the_strength_of_ewc_on_cifar100_was_chosen_on_validation_data():
     assert BENCHMARKS["10-split-cifar100-cpu"].hyperparameters["ewc"] == {"ewc_lambda": recorded["chosen"]}
     assert recorded["tried"][str(recorded["chosen"])] == max(filter(None, recorded["tried"].values()))
     assert "ewc" not in BENCHMARKS["10-split-cifar100-cpu"].untuned
+    assert "ewc" in BENCHMARKS["20-split-cifar100-cpu"].untuned
+
+
+def test_both_presets_for_a_small_machine_share_network_and_recipe():
+    ten, twenty = (BENCHMARKS[f"{n}-split-cifar100-cpu"] for n in (10, 20))
+    assert (ten.stream.n_tasks, twenty.stream.n_tasks) == (10, 20)
+    assert ten.stream.model_copy(update={"n_tasks": 20}) == twenty.stream
+    assert (ten.network, ten.recipe) == (twenty.network, twenty.recipe)
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.name)
@@ -235,6 +243,7 @@ CELLS = [
     *((benchmark.name, "nscl") for benchmark in NSCL_FAMILY),
     ("10-split-cifar100-nscl", "connector"),
     ("10-split-cifar100-cpu", "gpm"),
+    ("20-split-cifar100-cpu", "gpm"),
 ]
 
 
