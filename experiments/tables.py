@@ -221,6 +221,44 @@ def stages(source: Path) -> str:
     return _markdown(["method", *epochs, "above stage 1, first epoch"], lines)
 
 
+def jumps(study: Path) -> str:
+    """Return how far stage 2 moves the parameters, and what the merges forget in which its training loss jumped.
+
+    A merge counts as such if the mean training loss of an epoch of stage 2 is above ``JUMP``. Its part of BWT is the
+    change of the accuracy of earlier tasks over its task. The parts of all tasks add up to BWT.
+    """
+    runs: dict[str, list[Record]] = {}
+    for record in records_in(study):
+        if record.merges:
+            runs.setdefault(record.label, []).append(record)
+    lines = []
+    for label, own in runs.items():
+        lengths = [merge.delta_norm for record in own for merge in record.merges]
+        losses = [task.stages[1].training_loss for record in own for task in record.tasks[1:]]
+        changes = [change for record in own for change in _changes(record)]
+        jumped = ["–"] * 3
+        if all(losses):
+            parts = [change for loss, change in zip(losses, changes, strict=True) if max(loss) > JUMP]
+            jumped = [f"{max(map(max, losses)):.2f}", f"{len(parts)} of {len(changes)}", _points(sum(parts) / len(own))]
+        bwt = _points(sum(changes) / len(own))
+        lines.append([label, f"{fmean(lengths):.2f}", f"{max(lengths):.2f}", *jumped, bwt])
+    norms = ["‖Δ‖, mean", "‖Δ‖, largest"]
+    return _markdown(["method", *norms, "highest loss", f"merges above {JUMP}", "their part of BWT %", "BWT %"], lines)
+
+
+JUMP = 0.2
+
+
+def _changes(record: Record) -> list[float]:
+    """Return the part of each task, from the second on, in BWT."""
+    rows = record.accuracy["test"]
+    return [sum(rows[t][i] - rows[t - 1][i] for i in range(t)) / (len(rows) - 1) for t in range(1, len(rows))]
+
+
+def _points(change: float) -> str:
+    return FORMATS[METRICS["bwt"].unit].number(change, "+")
+
+
 def barrier(folder: Path) -> str:
     """Return the paths of all variants in a folder."""
     from experiments.barrier import VARIANTS, table
@@ -266,6 +304,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "pretrained": pretrained,
     "merges": merges,
     "stages": stages,
+    "jumps": jumps,
     "barrier": barrier,
     "memory": memory,
     "layers": layers,

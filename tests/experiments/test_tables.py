@@ -197,6 +197,25 @@ def test_every_figure_is_in_the_docs_with_its_command_and_small():
         assert path.stat().st_size < 150_000
 
 
+def test_what_merges_forget_adds_up_to_bwt():
+    study = ROOT / "experiments" / "studies" / "trgp-free-stage-permuted-digits.toml"
+    rows = {cells[0]: cells for row in tables.jumps(study).splitlines() for cells in [row.strip("| ").split(" | ")]}
+    runs = [run for run in records_in(study) if run.label == "published, repaired"]
+    first = [run.accuracy["test"] for run in runs]
+    bwt = fmean(fmean(rows[-1][i] - rows[i][i] for i in range(9)) for rows in first)
+    losses = [max(task.stages[1].training_loss) for run in runs for task in run.tasks[1:]]
+    mean, largest, highest, above, part, whole = rows["published, repaired"][1:]
+    assert whole == f"{100 * bwt:+.2f}"
+    assert highest == f"{max(losses):.2f}"
+    assert above == f"{sum(loss > 0.2 for loss in losses)} of 27"
+    assert float(largest) == pytest.approx(max(merge.delta_norm for run in runs for merge in run.merges), abs=0.005)
+    assert float(mean) < float(largest)
+    assert float(whole) < float(part) < 0
+    assert rows["trgp+became"][3:6] == ["–"] * 3
+    assert rows["slow free stage"][4:6] == ["0 of 27", "+0.00"]
+    assert "trgp-2x" not in rows  # has no merge
+
+
 def test_losses_between_stages_are_means_over_the_tasks_with_two_stages():
     study = ROOT / "experiments" / "studies" / "cifar100-superclass-scrambled.toml"
     run = next(run for run in records_in(study) if run.label == "gpm+became")
