@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from became_avalanche.files import UserError, read_file, sealed_json, unsealed
 
@@ -23,6 +23,15 @@ SPEC_SCHEMA = 2
 Status = Literal["running", "done", "diverged", "failed"]
 Matrix = list[list[Annotated[float, Ge(0), Le(1)] | None]]
 """Row t, column i: accuracy on task i after training on task t, as a fraction; None where it was not measured."""
+
+
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+Measured = Annotated[float, AfterValidator(_six_digits)]
+"""A number of one epoch, rounded to six significant digits: losses in float32 are no more accurate. Most of a record
+consists of these numbers, and all their digits would double its size."""
 
 
 class RecordError(UserError, ValueError):
@@ -37,12 +46,12 @@ class StageRecord(_Frozen):
     """One training stage of one task, epoch by epoch. Lists are empty if they were not recorded."""
 
     epochs: int
-    training_loss: list[float | None] = []
+    training_loss: list[Measured | None] = []
     """Mean loss over the batches of each epoch, including penalties; None if it is not finite."""
-    validation_loss: list[float | None] = []
-    learning_rate: list[float] = []
+    validation_loss: list[Measured | None] = []
+    learning_rate: list[Measured] = []
     """Learning rate of the optimizer's first parameter group."""
-    seconds: list[float] = []
+    seconds: list[Measured] = []
 
 
 class Seconds(_Frozen):
