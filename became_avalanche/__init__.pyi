@@ -22,7 +22,7 @@ from .models.alexnet import AlexNet as AlexNet
 from .models.lenet import LeNet as LeNet
 from .models.mlp import MultiHeadMLP as MultiHeadMLP
 from .models.mlp import SingleHeadMLP as SingleHeadMLP
-from .models.multihead import HeadsWithoutBias as HeadsWithoutBias
+from .models.multihead import Heads as Heads
 from .models.multihead import MultiHeadNetwork as MultiHeadNetwork
 from .models.preact_resnet import PreActResNet18 as PreActResNet18
 from .models.resnet import ReducedResNet18 as ReducedResNet18

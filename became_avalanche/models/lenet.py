@@ -18,10 +18,12 @@ class LeNet(MultiHeadNetwork):
     torch.Size([2, 500])
     """
 
-    def __init__(self, head_bias: bool = True) -> None:
+    def __init__(self, head_bias: bool = True, kaiming_heads: bool = False) -> None:
         """Init.
 
         :param head_bias: whether the heads have biases. In the papers they have none.
+        :param kaiming_heads: whether the weights of the heads are drawn like those of the features, by Kaiming's rule.
+            In the published code they are. By default PyTorch draws them, √6 times smaller.
         """
 
         def convolution(inputs: int, outputs: int) -> list[nn.Module]:
@@ -41,4 +43,4 @@ class LeNet(MultiHeadNetwork):
         for layer in features:
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
-        super().__init__(features.to(memory_format=torch.channels_last), 500, head_bias)
+        super().__init__(features.to(memory_format=torch.channels_last), 500, head_bias, kaiming_heads)

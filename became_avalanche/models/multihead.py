@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from avalanche.models import IncrementalClassifier, MultiHeadClassifier, MultiTaskModule
+import torch
+from avalanche.models import MultiHeadClassifier, MultiTaskModule
 from torch import Tensor, nn
 
 
@@ -19,16 +21,18 @@ class MultiHeadNetwork(MultiTaskModule):
     torch.Size([3, 2])
     """
 
-    def __init__(self, features: nn.Module, width: int, head_bias: bool = True) -> None:
+    def __init__(self, features: nn.Module, width: int, head_bias: bool = True, kaiming_heads: bool = False) -> None:
         """Init.
 
         :param features: module that maps inputs to features.
         :param width: number of features.
         :param head_bias: whether the heads have biases.
+        :param kaiming_heads: whether the weights of the heads are drawn by Kaiming's rule for ReLU. By default PyTorch
+            draws them, √6 times smaller.
         """
         super().__init__()
         self.features = features
-        self.classifier = MultiHeadClassifier(width) if head_bias else HeadsWithoutBias(width)
+        self.classifier = Heads(width, head_bias, kaiming_heads)
 
     def forward(self, x: Tensor, task_labels: Tensor) -> Tensor:
         """Return the logits of each sample, from the head of its task."""
@@ -36,29 +40,42 @@ class MultiHeadNetwork(MultiTaskModule):
         return logits
 
 
-class HeadsWithoutBias(MultiHeadClassifier):
-    """Avalanche's heads with biases fixed at zero, since Avalanche has no heads without a bias.
+class Heads(MultiHeadClassifier):
+    """Avalanche's heads, with two options that the published networks need.
 
-    >>> from became_avalanche import HeadsWithoutBias
-    >>> bias = HeadsWithoutBias(5).classifiers["0"].classifier.bias
+    Avalanche has no heads without a bias. Here such heads have biases that stay zero.
+
+    >>> from became_avalanche import Heads
+    >>> bias = Heads(5, bias=False).classifiers["0"].classifier.bias
     >>> bias.tolist(), bias.requires_grad
     ([0.0, 0.0], False)
     """
 
-    def __init__(self, in_features: int) -> None:
+    def __init__(self, in_features: int, bias: bool = True, kaiming: bool = False) -> None:
         """Init.
 
         :param in_features: number of features.
+        :param bias: whether the heads have biases.
+        :param kaiming: whether the weights are drawn by Kaiming's rule for ReLU, instead of PyTorch's default.
         """
         super().__init__(in_features)
-        self._fix_biases()
+        self.bias, self.kaiming = bias, kaiming
+        self._initialise({})
 
     def adaptation(self, experience: Any) -> None:
         """Add a head for a new task and outputs for new classes."""
+        outputs = {task: len(head.classifier.weight) for task, head in self.classifiers.items()}
         super().adaptation(experience)
-        self._fix_biases()
+        self._initialise(outputs)
 
-    def _fix_biases(self) -> None:
-        for head in self.classifiers.values():
-            assert isinstance(head, IncrementalClassifier)
-            nn.init.zeros_(head.classifier.bias.requires_grad_(False))
+    def _initialise(self, outputs: Mapping[str, int]) -> None:
+        """Draw the weights of new outputs. ``outputs`` has the number of old outputs of each head."""
+        for task, head in self.classifiers.items():
+            layer = head.classifier
+            assert isinstance(layer, nn.Linear)
+            with torch.no_grad():
+                new = layer.weight[outputs.get(task, 0) :]
+                if self.kaiming and len(new):
+                    nn.init.kaiming_uniform_(new, nonlinearity="relu")
+            if not self.bias:
+                nn.init.zeros_(layer.bias.requires_grad_(False))

@@ -227,12 +227,15 @@ GPM_FAMILY = (
     _gpm_family("20-split-cifar100", _stream("split-cifar100", 20), "alexnet", _CIFAR),
     _gpm_family("20-split-miniimagenet", _stream("split-miniimagenet", 20), "reduced-resnet18", _MINI),
     _gpm_family("5-datasets", _stream("five-datasets-in-turn", 5), "reduced-resnet18", _FIVE, image_size=32),
-    _gpm_family("cifar100-superclass", _stream("cifar100-superclass-in-turn", 20), "lenet", _SUPERCLASS),
+    _gpm_family(
+        "cifar100-superclass", _stream("cifar100-superclass-in-turn", 20), "lenet", _SUPERCLASS, kaiming_heads=True
+    ),
     _gpm_family(
         "cifar100-superclass-scrambled",
         _stream("cifar100-superclass-in-turn", 20, reference=True),
         "lenet",
         _SUPERCLASS,
+        kaiming_heads=True,
     ),
 )
 

@@ -1,3 +1,4 @@
+import math
 from copy import deepcopy
 from functools import partial
 
@@ -9,6 +10,7 @@ from became_avalanche import (
     AlexNet,
     BecameMergePlugin,
     GPMPlugin,
+    Heads,
     LeNet,
     MultiHeadMLP,
     MultiHeadNetwork,
@@ -69,6 +71,26 @@ def test_heads_without_bias_are_trained_and_have_none(make):
     state, other = model_state(model), make(head_bias=False)
     load_model_state(other, state)
     assert not any(p.requires_grad for name, p in other.named_parameters() if name.endswith("classifier.bias"))
+
+
+def test_heads_drawn_by_kaimings_rule_keep_what_was_learned_when_they_grow():
+    torch.manual_seed(0)
+    width, stream = 400, blobs(n_tasks=2, classes=50, samples=50, shape=(4,)).train_stream
+    heads, default = Heads(width, bias=False, kaiming=True), Heads(width)
+    for experience in stream:
+        learned = {task: head.classifier.weight.clone() for task, head in heads.classifiers.items()}
+        for own in (heads, default):
+            own.adaptation(experience)
+        for task, old in learned.items():
+            assert torch.equal(heads.classifiers[task].classifier.weight[: len(old)], old)
+    assert [head.classifier.out_features for head in heads.classifiers.values()] == [50, 50]
+    for task, head in heads.classifiers.items():
+        bound = math.sqrt(6 / width)  # uniform between -bound and bound: variance 2 / width
+        for rows in (head.classifier.weight[:2], head.classifier.weight[2:]):
+            assert rows.abs().max() <= bound
+            assert rows.var().item() == pytest.approx(2 / width, rel=0.15)
+        assert not head.classifier.bias.any()
+        assert default.classifiers[task].classifier.weight.var().item() == pytest.approx(1 / 3 / width, rel=0.15)
 
 
 def torchvision_network():

@@ -93,6 +93,7 @@ def test_the_gpm_family_merges_as_the_reference_and_has_heads_without_bias(bench
     *_, merge = spec.method.make_plugins()
     assert merge.fisher == REFERENCE["fisher"]
     assert spec.network.options["head_bias"] is False
+    assert spec.network.options.get("kaiming_heads", False) is (spec.network.name == "lenet")
     own = Method.parse("gpm+became", merge={"options": {"reference": False, "fisher": "exact"}})
     *_, merge = benchmark.spec(own).method.make_plugins()
     assert (merge.fisher.name, merge.candidate) == ("exact", "best")
