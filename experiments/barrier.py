@@ -2,10 +2,13 @@
 
     python -m experiments.barrier --data FOLDER
 
-Each variant changes one thing of the preset `cifar100-superclass-scrambled`, on which BECAME loses. After the merge of
-task 2, the script measures loss and accuracy of both tasks along the path from θ_GP to θ̂, on training images.
+With heads that PyTorch draws, "plain heads", there is a barrier. In the preset `cifar100-superclass-scrambled` the
+heads are drawn by Kaiming's rule, as in the published code. The other variants have plain heads and change one more
+thing. After the merge of task 2, the script measures loss and accuracy of both tasks along the path from θ_GP to θ̂,
+on training images.
 
 Each variant and seed is one file in experiments/results/barrier, or in --out. Files that exist are not measured again.
+paths.png shows the first two variants.
 """
 
 from __future__ import annotations
@@ -17,10 +20,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from became_avalanche import BecameMergePlugin, LeNet, Method, PathScan, RunSpec, Session, find_benchmark, scan_path
-from became_avalanche.files import look_up, write_atomically
+from became_avalanche import (
+    BecameMergePlugin,
+    LeNet,
+    Method,
+    PathScan,
+    RunSpec,
+    Session,
+    find_benchmark,
+    path_figure,
+    scan_path,
+)
+from became_avalanche.files import write_atomically
 from became_avalanche.models.lrn import LocalResponseNorm
 from became_avalanche.results.scans import read_scan
 from became_avalanche.runs.spec import Network
@@ -57,21 +71,28 @@ class BatchNormLeNet(LeNet):
                 self.features[i] = nn.BatchNorm2d(next(widths), track_running_stats=False)
 
 
-def preset(
-    seed: int, benchmark: str = "cifar100-superclass-scrambled", network: str = "lenet", rate: float = 1.0
-) -> RunSpec:
+BENCHMARK = "cifar100-superclass-scrambled"
+
+
+def preset(seed: int) -> RunSpec:
     """Return two tasks of the preset, in the order of ``seed``."""
+    return find_benchmark(BENCHMARK).spec("gpm+became", seed, n_tasks=2)
+
+
+def plain_heads(seed: int, benchmark: str = BENCHMARK, network: str = "lenet", rate: float = 1.0) -> RunSpec:
+    """Return two tasks of the preset with heads that PyTorch draws, in the order of ``seed``."""
     method = Method.parse("gpm+became", merge={"options": {"rate": rate}})
     own_network = Network(name=network, options={"head_bias": False})
     return find_benchmark(benchmark).spec(method, seed, n_tasks=2, network=own_network)
 
 
 VARIANTS: Mapping[str, Callable[[int], RunSpec]] = {
+    "plain-heads": plain_heads,
     "preset": preset,
-    "right-images": lambda seed: preset(seed, benchmark="cifar100-superclass"),
-    "centred-pixels": lambda seed: preset(seed, network="experiments.barrier:CentredLeNet"),
-    "batch-normalisation": lambda seed: preset(seed, network="experiments.barrier:BatchNormLeNet"),
-    "lower-rate-in-stage-2": lambda seed: preset(seed, rate=0.1),
+    "plain-heads-and-right-images": lambda seed: plain_heads(seed, benchmark="cifar100-superclass"),
+    "plain-heads-and-centred-pixels": lambda seed: plain_heads(seed, network="experiments.barrier:CentredLeNet"),
+    "plain-heads-and-batch-normalisation": lambda seed: plain_heads(seed, network="experiments.barrier:BatchNormLeNet"),
+    "plain-heads-and-lower-rate-in-stage-2": lambda seed: plain_heads(seed, rate=0.1),
 }
 
 
@@ -109,11 +130,23 @@ def barrier(scan: PathScan) -> float:
     )
 
 
+def draw(scans: Mapping[str, PathScan]) -> Figure:
+    """Draw the paths of the first two variants in the first order, with the same scale."""
+    names = list(VARIANTS)[:2]
+    figure = path_figure([scans[f"{name}.seed0"] for name in names])
+    limits = [limit for axes in figure.axes for limit in axes.get_ylim()]
+    for axes, name in zip(figure.axes, names, strict=True):
+        axes.set(title=name.replace("-", " "), ylim=(min(limits), max(limits)))
+    if legend := figure.axes[0].get_legend():  # it would cover the lines
+        legend.remove()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
 def main() -> None:
-    """Measure the missing variants and print the table."""
+    """Measure the missing variants, draw the figure and print the table."""
     parser = argparse.ArgumentParser(description="What raises the barrier on the path of a merge of LeNet?")
     parser.add_argument("--data", required=True, help="folder with cifar-100-python")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="names, separated by commas (default: all)")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds; each has another order (default: 1)")
     parser.add_argument("--samples", type=int, default=1000, help="images per task for the path (default: 1000)")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -122,14 +155,14 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     scans = {}
     for seed in range(arguments.seeds):
-        for variant in arguments.variants.split(","):
+        for variant, specification in VARIANTS.items():
             name = f"{variant}.seed{seed}"
             path = arguments.out / f"{name}.json"
             if not path.exists():
-                spec = look_up("variant", variant, VARIANTS)(seed)
-                write_atomically(path, measure(spec, arguments.data, arguments.samples).to_json())
+                write_atomically(path, measure(specification(seed), arguments.data, arguments.samples).to_json())
             scans[name] = read_scan(PathScan, path)
             print(table({name: scans[name]}), flush=True)
+    draw(scans).savefig(arguments.out / "paths.png", dpi=110)
     print(table(scans))
 
 

@@ -32,7 +32,7 @@ from became_avalanche.results.metrics import METRICS
 from became_avalanche.results.record import Record, read_records, with_joint
 from became_avalanche.results.scans import Landscape, PathScan, read_scan, read_scans
 from became_avalanche.results.statistics import Spread
-from became_avalanche.results.tables import FORMATS, Gain, budget, gains, gains_over, in_order, table
+from became_avalanche.results.tables import FORMATS, Gain, budget, gains, gains_over, in_families, in_order, table
 from became_avalanche.runs.catalogue import BENCHMARKS
 from became_avalanche.runs.store import Store
 from became_avalanche.runs.study import Study, status_of
@@ -130,7 +130,6 @@ def summary(studies: Path) -> str:
 
 SUMMARY = (
     "10-split-cifar100-cpu-ten",
-    "cifar100-superclass-scrambled",
     "permuted-digits-gpm-20",
     "permuted-digits-nscl-20",
     "permuted-digits-family",
@@ -141,10 +140,7 @@ SUMMARY = (
 """The studies of ``summary``. If two have the same method, the first one counts, which has more seeds."""
 
 
-PUBLISHED = (
-    "10-split-cifar100-cpu-ten",
-    "cifar100-superclass-scrambled",
-)
+PUBLISHED = ("10-split-cifar100-cpu-ten",)
 """The studies of ``reported``."""
 
 
@@ -177,16 +173,14 @@ def paths(scans: Path) -> str:
     return _block(table(json.loads(scans.read_text())))
 
 
-def pretrained_records(folder: Path) -> list[Record]:
-    """Return the records of ``experiments/pretrained.py`` in a folder, in the order of the methods."""
-    from experiments.pretrained import METHODS
-
-    return in_order(read_records(folder), METHODS)
+def records_in_folder(folder: Path) -> list[Record]:
+    """Return the records of a folder of runs. Each control and merge stands after its method."""
+    return in_families(read_records(folder))
 
 
-def pretrained(folder: Path) -> str:
-    """Return ACC and BWT of the runs of ``experiments/pretrained.py`` in a folder, and their gains."""
-    return _with_references(pretrained_records(folder))
+def runs(folder: Path) -> str:
+    """Return ACC and BWT of the runs in a folder, and their gains."""
+    return _with_references(records_in_folder(folder))
 
 
 def merges(prefix: Path) -> str:
@@ -203,10 +197,10 @@ def stages(source: Path) -> str:
     """Return the training losses between the stages of each method that has two, as means over tasks and seeds.
 
     The last column counts the tasks in which the first epoch of stage 2 has a higher loss than the first epoch of
-    stage 1. The source is a study, or the folder of runs of ``experiments/pretrained.py``.
+    stage 1. The source is a study or a folder of runs.
     """
     losses: dict[str, list[list[list[float]]]] = {}
-    for record in records_in(source) if source.is_file() else pretrained_records(source):
+    for record in records_in(source) if source.is_file() else records_in_folder(source):
         losses.setdefault(record.label, []).extend(
             [stage.training_loss for stage in task.stages] for task in record.tasks if len(task.stages) == 2
         )
@@ -263,7 +257,7 @@ def barrier(folder: Path) -> str:
     """Return the paths of all variants in a folder."""
     from experiments.barrier import VARIANTS, table
 
-    seeds = sorted({path.name.split(".")[1] for path in folder.iterdir()})
+    seeds = sorted({path.name.split(".")[1] for path in folder.glob("*.json")})
     files = [folder / f"{variant}.{seed}.json" for seed in seeds for variant in VARIANTS]
     return table({path.stem: read_scan(PathScan, path) for path in files if path.exists()})
 
@@ -301,7 +295,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "choices": choices,
     "summary": summary,
     "paths": paths,
-    "pretrained": pretrained,
+    "runs": runs,
     "merges": merges,
     "stages": stages,
     "jumps": jumps,
@@ -335,7 +329,6 @@ def draw(study: Path) -> None:
 PICTURES = {
     "split-digits": ("training", "matrix", "average", "final", "bwt_im", "coefficients", "path", "landscape"),
     "10-split-cifar100-cpu": ("training", "matrix", "average", "final", "coefficients"),
-    "cifar100-superclass-scrambled": ("path",),
     "figures-cifar100": ("losses", "aoa", "ranks", "costs", "path", "landscape"),
 }
 """Study -> the figures in docs/figures.md that are drawn from its records."""
@@ -344,7 +337,7 @@ PICTURES = {
 def pictures(folder: Path) -> Iterator[tuple[Path, str, Path]]:
     """Yield the file, the name and the study of each figure in docs/figures.md."""
     for stem, names in PICTURES.items():
-        benchmark = next(name for name in ("superclass", "cifar100", "digits") if name in stem)
+        benchmark = next(name for name in ("cifar100", "digits") if name in stem)
         for name in names:
             yield folder / benchmark / f"{name}.png", name, ROOT / "experiments" / "studies" / f"{stem}.toml"
 

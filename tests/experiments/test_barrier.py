@@ -29,9 +29,16 @@ def test_variants_of_lenet_change_one_layer():
     assert not any(isinstance(layer, LocalResponseNorm) for layer in normalised.modules())
 
 
-def test_variants_differ_from_the_preset_in_one_setting():
-    preset = VARIANTS["preset"](1).model_dump()
-    for name, variant in VARIANTS.items():
-        spec = variant(1).model_dump()
-        changed = {key for key in spec if spec[key] != preset[key]} - {"benchmark"}
-        assert len(changed) == (name != "preset")
+def test_variants_differ_in_one_setting():
+    specs = {name: variant(1).completed().model_dump() for name, variant in VARIANTS.items()}
+    for name, spec in specs.items():
+        other = specs["preset" if name == "plain-heads" else "plain-heads"]
+        changed = {key for key in spec if spec[key] != other[key]} - {"benchmark"}
+        assert len(changed) == 1, name
+        assert name not in ("preset", "plain-heads") or changed == {"network"}
+
+
+def test_the_figure_shows_the_path_with_and_without_the_published_heads():
+    own = scan([[1.0, 2.0, 3.0]] * 2, [[0.9, 0.8, 0.1]] * 2)
+    figure = barrier.draw({f"{name}.seed0": own for name in VARIANTS})
+    assert [axes.get_title() for axes in figure.axes] == ["plain heads", "preset"]

@@ -65,9 +65,9 @@ def test_the_gains_of_a_table_are_those_over_the_method_and_over_its_control():
 
 def test_a_table_says_how_many_seeds_each_method_has_if_they_differ():
     folder = ROOT / "experiments" / "results" / "pretrained"
-    runs = Counter(record.label for record in tables.pretrained_records(folder))
+    runs = Counter(record.label for record in tables.records_in_folder(folder))
     assert len(set(runs.values())) > 1
-    heading, _, *rows = tables.pretrained(folder).splitlines()
+    heading, _, *rows = tables.runs(folder).splitlines()
     assert heading.startswith("| method | seeds | ")
     assert {cells[0]: int(cells[1]) for row in rows for cells in [row.strip("| ").split(" | ")]} == runs
     same = tables.comparison(ROOT / "experiments" / "studies" / "permuted-digits-nscl-20.toml")
@@ -85,10 +85,10 @@ def test_published_results_stand_next_to_ours():
     lines = tables.reported(studies).replace("\N{NO-BREAK SPACE}", " ").splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines[2:]]
     by_method = {(benchmark, method): cells for benchmark, method, *cells in rows}
-    runs = [run for run in records_in(studies / "cifar100-superclass-scrambled.toml") if run.label == "gpm"]
-    acc = fmean(sum(run.accuracy["test"][-1]) / 20 for run in runs)
+    runs = [run for run in records_in(studies / "10-split-cifar100-cpu-ten.toml") if run.label == "gpm"]
+    acc = fmean(sum(run.accuracy["test"][-1]) / 10 for run in runs)
     paper = published(runs[0])["acc"]
-    shown, published_acc, points = by_method["cifar100-superclass-scrambled", "gpm"][:3]
+    shown, published_acc, points = by_method["10-split-cifar100-cpu", "gpm"][:3]
     assert shown.startswith(f"{100 * acc:.2f}")
     assert published_acc == f"{100 * paper.mean:.2f} ± {100 * paper.std:.2f}"
     assert points.startswith(f"{100 * (acc - paper.mean):+.2f} (")
@@ -217,13 +217,13 @@ def test_what_merges_forget_adds_up_to_bwt():
 
 
 def test_losses_between_stages_are_means_over_the_tasks_with_two_stages():
-    study = ROOT / "experiments" / "studies" / "cifar100-superclass-scrambled.toml"
-    run = next(run for run in records_in(study) if run.label == "gpm+became")
+    folder = ROOT / "experiments" / "results" / "plain-heads"
+    run = next(run for run in tables.records_in_folder(folder) if run.label == "gpm+became")
     pairs = [[stage.training_loss for stage in task.stages] for task in run.tasks[1:]]
     first = sum(stages[1][0] for stages in pairs) / 19
     above = sum(stages[1][0] > stages[0][0] for stages in pairs)
-    row = next(line for line in tables.stages(study).splitlines() if line.startswith("| gpm+became |"))
+    row = next(line for line in tables.stages(folder).splitlines() if line.startswith("| gpm+became |"))
     assert row.split(" | ")[2] == f"{first:.2f}"
     assert row.endswith(f" {above} of 19 tasks |")
     assert above > 0
-    assert "| gpm |" not in tables.stages(study)  # has no second stage
+    assert "| gpm |" not in tables.stages(folder)  # has no second stage

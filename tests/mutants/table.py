@@ -188,6 +188,14 @@ TABLE: dict[str, tuple[str, list[tuple[str, ...]]]] = {
             ),
         ],
     ),
+    "models/multihead.py": (
+        "tests/models/test_networks.py",
+        [
+            ("if self.kaiming and len(new):", "if False:"),
+            ("layer.weight[outputs.get(task, 0) :]", "layer.weight"),
+            ("if not self.bias:", "if False:"),
+        ],
+    ),
     "layers/layer.py": (
         "tests/layers/test_layers.py tests/subspace/test_inputs.py tests/merging/test_fisher.py",
         [
