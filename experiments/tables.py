@@ -145,19 +145,26 @@ PUBLISHED = ("10-split-cifar100-cpu-ten",)
 
 
 def reported(studies: Path) -> str:
-    """Return ACC of all methods in the studies ``PUBLISHED`` that the paper has results for, next to these."""
-    lines = []
-    style = FORMATS[METRICS["acc"].unit]
+    """Return ACC and BWT of the methods in the studies ``PUBLISHED`` that the paper has results for, next to these.
+
+    The rows of a method come from the first study that has it.
+    """
+    rows: dict[tuple[str, str], list[list[str]]] = {}
     for stem in PUBLISHED:
         records = records_in(studies / f"{stem}.toml")
-        shown = table(records, ("acc",), with_published=True)
+        shown = table(records, ("acc", "bwt"), with_published=True)
         for row in shown.rows:
-            ours, paper = row.values["acc"], row.published.get("acc")
-            if ours is not None and paper is not None:
-                cells = [style.cell(ours), style.cell(paper), difference(ours, paper)]
-                cells = [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells]
-                lines.append([records[0].benchmark, row.label, *cells, shown.difference])
-    return _markdown(["benchmark", "method", "ACC %", "paper", "difference", "ours differs in"], lines)
+            lines = []
+            for metric in shown.metrics:
+                ours, paper = row.values[metric.name], row.published.get(metric.name)
+                if ours is not None and paper is not None:
+                    style = FORMATS[metric.unit]
+                    cells = [style.cell(ours), style.cell(paper), difference(ours, paper)]
+                    cells = [cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in cells]
+                    lines.append([records[0].benchmark, row.label, metric.heading, *cells, shown.difference])
+            rows.setdefault((records[0].benchmark, row.label), lines)
+    headings = ["benchmark", "method", "metric", "ours", "paper", "difference", "ours differs in"]
+    return _markdown(headings, [line for lines in rows.values() for line in lines])
 
 
 def difference(ours: Spread, paper: Spread) -> str:
