@@ -130,6 +130,7 @@ def summary(studies: Path) -> str:
 
 SUMMARY = (
     "10-split-cifar100-cpu-ten",
+    "cifar100-superclass",
     "cifar100-superclass-scrambled",
     "permuted-digits-gpm-20",
     "permuted-digits-nscl-20",
